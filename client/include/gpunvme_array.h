@@ -44,24 +44,10 @@ template <class T> struct held {
 	u32 frame;
 	T *data;    /* the element that was asked for, and those behind it in its page */
 	u64 count;  /* how many */
+	u32 holder; /* whether this thread counts the group out again */
 };
 
 namespace detail {
-
-/*
- * A frame's word: which page is in it, in what state, and how many threads use it. What changes
- * the page is done by compare-and-exchange from a word without users, all else by additions: so
- * that a thread which counts itself in too late, and out again, does no harm.
- */
-enum : u64 {
-	one_user = 1,
-	users = (1ull << 20) - 1,
-	busy = 1ull << 20,       /* being read or written back, by the group that made it so */
-	valid = 1ull << 21,
-	changed = 1ull << 22,
-	used_lately = 1ull << 23,
-	one_page = 1ull << 24,
-};
 
 struct set {
 	u32 lock; /* held for some loads and stores, never for a transfer */
@@ -154,7 +140,7 @@ template <class T> class array {
 	GPUNVME_FN held<T> hold(u64 index, const Group &group = Group()) const
 	{
 		detail::holding<T> access = {nullptr, nullptr};
-		held<T> made = {0, 0, nullptr, 0};
+		held<T> made = {0, 0, nullptr, 0, 0};
 		made.status = each(index, group.rank() == 0, access, group);
 		if (group.rank() == 0 && made.status == 0) {
 			made.frame = u32(access.word - words);
@@ -163,15 +149,20 @@ template <class T> class array {
 			made.count = in_page - index % in_page;
 			made.count = made.count < left ? made.count : left;
 		}
-		return group.share(made);
+		made = group.share(made);
+		made.holder = group.rank() == 0 && made.status == 0;
+		return made;
 	}
 
-	/* Ends it; `is_changed` says whether elements were changed. */
+	/*
+	 * Ends it; `is_changed` says whether elements were changed. The first thread of the group that
+	 * held does so: where not all come together, the others need the elements no more by then.
+	 */
 	template <class Group = lanes>
 	GPUNVME_FN int release(const held<T> &made, bool is_changed = false, const Group &group = Group()) const
 	{
 		group.sync();
-		if (group.rank() == 0 && made.status == 0) {
+		if (made.holder) {
 			if (is_changed && writable)
 				detail::set_bits(words + made.frame, detail::changed);
 			detail::add_release(words + made.frame, -detail::one_user);
@@ -181,7 +172,8 @@ template <class T> class array {
 
 	/*
 	 * Writes changed pages back: of as many parts as groups call it, the group's. Returns 0, or the
-	 * errno of the last page that could not be written, which is kept. What is set meanwhile may
+	 * errno of the last page that could not be written, which is kept; until a write that `timed_out`
+	 * has ended nothing else is done with its page. What is set meanwhile may
 	 * be written or not.
 	 */
 	template <class Group = lanes>
@@ -198,7 +190,7 @@ template <class T> class array {
 			if (made.what == detail::to_write)
 				ended = write_back(made, true, group);
 			else if (made.what == detail::full)
-				ended = timed_out;
+				ended = by.ended() != 0 ? by.ended() : int(timed_out);
 			status = ended != 0 ? ended : status;
 		}
 		return status;
@@ -381,18 +373,20 @@ template <class T> class array {
 			if (got.status == 0)
 				end_use(one.frame, -detail::one_user, group);
 		}
-		u32 late = 0;
+		int over = 0;
 		if (stuck && group.rank() == 0) {
 			u64 now = detail::now();
 			*since = *since != 0 ? *since : now;
-			late = now - *since > longest_wait();
-			if (!late && !by.poll())
+			over = by.ended();
+			over = over == 0 && now - *since > longest_wait() ? int(timed_out) : over;
+			if (over == 0 && !by.poll())
 				detail::pause();
 		} else if (!stuck) {
 			*since = 0;
 		}
-		if (group.share(late) != 0 && *status == wanted)
-			*status = timed_out;
+		over = group.share(over);
+		if (over != 0 && *status == wanted)
+			*status = over;
 	}
 
 	/* For another group's transfer: its slot and its answer take the ring's patience each. */
@@ -483,22 +477,28 @@ template <class T> class array {
 				*page = page_of(word);
 				return detail::to_write;
 			}
-			if (detail::now() - start > longest_wait())
+			if (by.ended() != 0 || detail::now() - start > longest_wait())
 				return detail::full;
 			if (!by.poll())
 				detail::pause();
 		}
 	}
 
-	/* Writes a page to the file; then it stays, or the frame is free. What fails stays. */
+	/*
+	 * Writes a page to the file; then it stays, or the frame is free. What fails stays. A write that
+	 * was given up may still happen: the frame is busy until then, so that no later write of the page
+	 * comes before it.
+	 */
 	template <class Group>
 	GPUNVME_OUTLINE GPUNVME_FN int write_back(const detail::reservation &made, bool stays, const Group &group) const
 	{
 		u64 len = page_len(made.page);
-		outcome done = by.write(name, made.page << page_bits, frame_at(made.frame), len, group);
-		int status = done.status == 0 && done.bytes < len ? int(broken) : done.status;
+		request begun = by.begin(detail::command_write, name, made.page << page_bits, frame_at(made.frame), len, true, group);
+		ring::end done = by.wait_for_page(begun, words + made.frame, group);
+		int status = done.result.status == 0 && done.result.bytes < len ? int(broken) : done.result.status;
 		u64 written = (stays ? u64(detail::valid) : 0) - detail::busy - detail::changed;
-		end_use(made.frame, status == 0 ? written : detail::valid - detail::busy, group);
+		if (done.ours)
+			end_use(made.frame, status == 0 ? written : detail::valid - detail::busy, group);
 		if (status == 0 && group.rank() == 0)
 			detail::count(&here()->written, 1);
 		return status;

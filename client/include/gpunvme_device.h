@@ -225,6 +225,30 @@ class ring {
 		return staging + u64(at.slot) * slot_bytes + at.skew;
 	}
 
+	/* 0, or the status of all that begins or waits. */
+	GPUNVME_FN int ended() const { return int(detail::load(&shared->over.word)); }
+
+	/*
+	 * Waits for the write of a page of an array. Where it is given up, which `ours` says, its frame is
+	 * no longer busy when its completion has come.
+	 */
+	template <class Group>
+	GPUNVME_OUTLINE GPUNVME_FN end wait_for_page(const request &begun, u64 *frame, const Group &group) const
+	{
+		end done = {{begun.status, 0, 0}, true};
+		if (begun.status != 0)
+			return done;
+		if (group.rank() == 0) {
+			slots()[begun.slot].page = frame;
+			done = finish(begun.slot);
+		}
+		done = group.share(done);
+		group.sync();
+		if (done.ours && group.rank() == 0)
+			free_slot(begun.slot);
+		return done;
+	}
+
 	template <class Group>
 	GPUNVME_FN outcome transfer(u32 command, file name, u64 offset, void *at, u64 len, const Group &group) const
 	{
@@ -352,6 +376,7 @@ class ring {
 	 */
 	GPUNVME_OUTLINE GPUNVME_FN void submit(u32 command, file name, u64 offset, const request &made) const
 	{
+		slots()[made.slot].page = nullptr;
 		/* The slot's last owner has looked at it before it gave it back. */
 		detail::store_before_daemon(&slots()[made.slot].state, detail::pending);
 		u32 position = detail::add(&shared->ticket.word, 1);
@@ -534,9 +559,19 @@ class ring {
 		for (u32 n = 0; n < width; n++)
 			if (states[n] == detail::abandoned &&
 			    detail::compare_exchange(&slots()[first[n].word[0]].state, u32(detail::abandoned),
-						     u32(detail::idle)) == detail::abandoned)
+						     u32(detail::idle)) == detail::abandoned) {
+				end_page(slots() + first[n].word[0]);
 				free_slot(first[n].word[0]);
+			}
 		return what;
+	}
+
+	/* Of a write that was given up and has ended: its page, if it is of one, is used again. */
+	GPUNVME_FN static void end_page(const detail::slot *slot)
+	{
+		bool is_written = slot->status == 0 && slot->bytes == detail::as_asked;
+		if (slot->page != nullptr)
+			detail::add_release(slot->page, detail::valid - detail::busy - (is_written ? u64(detail::changed) : 0));
 	}
 
 	GPUNVME_FN const unsigned char *completion(u32 position) const

@@ -71,7 +71,22 @@ struct slot {
 	int status;
 	u32 reason;
 	u64 bytes;
-	u64 unused;
+	u64 *page; /* null, or the word of an array's frame that is being written back */
+};
+
+/*
+ * A frame's word: which page is in it, in what state, and how many threads use it. What changes
+ * the page is done by compare-and-exchange from a word without users, all else by additions: so
+ * that a thread which counts itself in too late, and out again, does no harm.
+ */
+enum : u64 {
+	one_user = 1,
+	users = (1ull << 20) - 1,
+	busy = 1ull << 20,       /* being read or written back, by the group that made it so */
+	valid = 1ull << 21,
+	changed = 1ull << 22,
+	used_lately = 1ull << 23,
+	one_page = 1ull << 24,
 };
 
 /* A word alone in its cache line. */

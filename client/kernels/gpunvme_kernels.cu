@@ -87,7 +87,10 @@ __device__ static void copy_rows(const gpunvme::array<unsigned char> &array, con
 {
 	u64 first = (u64(blockIdx.x) * blockDim.x + threadIdx.x) / 32, step = u64(gridDim.x) * blockDim.x / 32;
 	for (u64 n = first; n < count; n += step) {
-		int ended = copy_row<WRITES>(array, rows[n] * row_bytes, row_bytes, memory + n * row_bytes);
+		u64 size = array.size();
+		bool is_inside = row_bytes <= size && (row_bytes == 0 || rows[n] <= (size - row_bytes) / row_bytes);
+		int ended = is_inside ? copy_row<WRITES>(array, rows[n] * row_bytes, row_bytes, memory + n * row_bytes)
+				      : int(gpunvme::invalid);
 		if (ended != 0 && threadIdx.x % 32 == 0)
 			*status = ended;
 	}

@@ -76,18 +76,29 @@ struct Ring {
 	}
 };
 
+/* An array of one set of four frames. */
+struct Array {
+	unsigned long long words[4] = {};
+	gpunvme::detail::set sets[1] = {};
+	gpunvme::detail::counters counters[128] = {};
+	unsigned char frames[4 * 4096] = {};
+
+	gpunvme::array<unsigned> for_kernels(Ring &ring, unsigned patience_ms, unsigned writable)
+	{
+		HandedArray handed = {ring.handed(patience_ms), 1, 1 << 20, words, sets, frames, counters, 4, 1, 12, writable};
+		gpunvme::array<unsigned> array;
+		static_assert(sizeof(handed) == sizeof(array), "the same fields");
+		memcpy(static_cast<void *>(&array), &handed, sizeof(array));
+		return array;
+	}
+};
+
 /* Gets an element of an array, while the daemon answers with a status or says one for the ring. */
 static int get(unsigned status, bool of_ring)
 {
 	static Ring ring;
-	static unsigned long long words[4];
-	static gpunvme::detail::set sets[1];
-	static gpunvme::detail::counters counters[128];
-	static unsigned char frames[4 * 4096];
-	HandedArray handed = {ring.handed(500), 1, 1 << 20, words, sets, frames, counters, 4, 1, 12, 0};
-	gpunvme::array<unsigned> array;
-	static_assert(sizeof(handed) == sizeof(array), "the same fields");
-	memcpy(static_cast<void *>(&array), &handed, sizeof(array));
+	static Array made;
+	gpunvme::array<unsigned> array = made.for_kernels(ring, 500, 0);
 	if (of_ring)
 		*ring.word(GPUNVME_RING_OVER) = status;
 	std::atomic<bool> over{false};
@@ -162,12 +173,109 @@ static void ahead()
 	CHECK(ended == gpunvme::closed, "%d", ended);
 }
 
+/*
+ * A page whose write was given up is not written again before that write has ended: it could come
+ * last. Then it is written anew, or, where it was written, nothing is left to do.
+ */
+static void late_writes()
+{
+	static Ring ring;
+	static Array made;
+	gpunvme::array<unsigned> array = made.for_kernels(ring, 100, 1);
+	std::atomic<unsigned> answers{1}; /* requests that the daemon answers */
+	std::atomic<bool> over{false};
+	std::thread daemon([&] {
+		while (!over)
+			if (answers > 0 && ring.taken != __atomic_load_n(ring.word(GPUNVME_RING_SUBMISSION_TAIL), __ATOMIC_ACQUIRE)) {
+				answers--;
+				ring.answer(0, 1);
+			}
+	});
+	unsigned value;
+	for (unsigned round = 0; round < 3; round++) {
+		int status = array.set(0, round + 1);
+		CHECK(status == 0, "round %u: %d", round, status);
+		status = array.flush(0, 1);
+		CHECK(status == gpunvme::timed_out, "no write is answered: %d", status);
+		unsigned submitted = *ring.word(GPUNVME_RING_SUBMISSION_TAIL);
+		status = array.flush(0, 1);
+		CHECK(status == gpunvme::timed_out, "it may still be written: %d", status);
+		status = array.get(0, &value);
+		CHECK(status == gpunvme::timed_out, "it may still be written: %d", status);
+		CHECK(submitted == *ring.word(GPUNVME_RING_SUBMISSION_TAIL), "it was submitted again");
+		answers = 1;
+		while (answers > 0)
+			std::this_thread::yield();
+		status = array.get(0, &value);
+		CHECK(status == 0 && value == round + 1, "%d, %u", status, value);
+		status = array.flush(0, 1);
+		CHECK(status == 0, "%d", status);
+		CHECK(submitted == *ring.word(GPUNVME_RING_SUBMISSION_TAIL), "what is written was written again");
+	}
+	over = true;
+	daemon.join();
+}
+
+/* What waits for a frame is told that the ring is over. */
+static void full()
+{
+	static Ring ring;
+	static Array made;
+	gpunvme::array<unsigned> array = made.for_kernels(ring, 20000, 1);
+	std::atomic<bool> over{false};
+	std::thread daemon([&] {
+		while (!over)
+			ring.answer(0);
+	});
+	for (unsigned page = 0; page < 4; page++)
+		CHECK(array.hold(page * 1024).status == 0, "page %u", page);
+	std::thread end([&] {
+		usleep(20000);
+		__atomic_store_n(ring.word(GPUNVME_RING_OVER), unsigned(gpunvme::closed), __ATOMIC_RELEASE);
+	});
+	unsigned value;
+	int status = array.get(4 * 1024, &value);
+	CHECK(status == gpunvme::closed, "%d", status);
+	gpunvme::detail::set_bits(made.words, gpunvme::detail::changed);
+	status = array.flush(0, 1);
+	CHECK(status == gpunvme::closed, "%d", status);
+	end.join();
+	over = true;
+	daemon.join();
+}
+
+/* The group is counted out once, by the thread that it was counted in by. */
+static void apart()
+{
+	static Ring ring;
+	static Array made;
+	gpunvme::array<unsigned> array = made.for_kernels(ring, 5000, 1);
+	std::atomic<bool> over{false};
+	std::thread daemon([&] {
+		while (!over)
+			ring.answer(0);
+	});
+	gpunvme::held<unsigned> first = array.hold(0), other = first;
+	other.holder = 0; /* as another thread of the group has it */
+	CHECK((made.words[first.frame] & gpunvme::detail::users) == 1, "%llx", made.words[first.frame]);
+	array.release(other, true);
+	array.release(first, true);
+	CHECK((made.words[first.frame] & gpunvme::detail::users) == 0, "%llx", made.words[first.frame]);
+	int status = array.flush(0, 1);
+	CHECK(status == 0, "%d", status);
+	over = true;
+	daemon.join();
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
 		const char *name;
 		void (*run)();
-	} scenarios[] = {{"status", status}, {"status_of_ring", status_of_ring}, {"late", late}, {"ahead", ahead}};
+	} scenarios[] = {
+		{"status", status}, {"status_of_ring", status_of_ring}, {"late", late}, {"ahead", ahead},
+		{"late_writes", late_writes}, {"full", full}, {"apart", apart},
+	};
 	if (argc != 2)
 		errx(2, "usage: kernels_hostile SCENARIO");
 	for (const auto &scenario : scenarios) {

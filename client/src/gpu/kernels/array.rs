@@ -158,17 +158,19 @@ impl GpuArray {
     /// one that the array was made over, open for writing; no kernel uses the array meanwhile.
     ///
     /// # Errors
-    /// [`Error::Path`] with `EINVAL` for another file; as [`Transfers::write`]. What could not be
-    /// written is still in the cache.
+    /// [`Error::Path`] with `EINVAL` for another file, with `ETIMEDOUT`, when all others are written,
+    /// for pages whose write a kernel gave up, and which may still happen; as [`Transfers::write`].
+    /// What could not be written is still in the cache.
     pub fn flush(&mut self, file: &File) -> Result<u64> {
         if file.identity()? != self.identity {
             let action = "flush an array that was made over another file to it";
             return Err(Error::Path { path: file.path().to_owned(), action, errno: Errno::INVAL });
         }
         let mut words = self.state.get(self.place.words, self.place.frames as usize * 8)?;
-        let mut segments = Vec::new();
+        let (mut segments, mut is_unsettled) = (Vec::new(), false);
         for (frame, word) in words.chunks_mut(8).enumerate() {
             let mut seen = Word(u64::from_le_bytes((&*word).try_into().expect("eight bytes")));
+            is_unsettled |= seen.is_being_written();
             if seen.take_change() {
                 let file_offset = seen.page() * self.page as u64;
                 let len = (self.for_kernels.bytes - file_offset).min(self.page as u64);
@@ -176,23 +178,32 @@ impl GpuArray {
                 word.copy_from_slice(&seen.0.to_le_bytes());
             }
         }
-        if segments.is_empty() {
-            return Ok(0);
+        if !segments.is_empty() {
+            self.write_segments(file, &segments)?;
+            self.state.put(file.path(), self.place.words, &words)?;
         }
+        if is_unsettled {
+            let action = "flush a page whose write was given up, and may still happen, to it";
+            return Err(Error::Path { path: file.path().to_owned(), action, errno: Errno::TIMEDOUT });
+        }
+        Ok(segments.iter().map(|segment| segment.len).sum())
+    }
+
+    fn write_segments(&self, file: &File, segments: &[Segment]) -> Result<()> {
         match &self.frames {
             Own::Gpu { .. } => {
                 let transfers = Transfers::new(&file.mount()?)?;
-                // SAFETY: they are frames of this array, which the caller says no kernel uses.
-                unsafe { transfers.write(file, &segments) }?;
+                // SAFETY: they are frames of this array, which the caller of `flush` says no kernel
+                // uses.
+                unsafe { transfers.write(file, segments) }?;
             }
             Own::Cpu { memory } => {
-                for segment in &segments {
+                for segment in segments {
                     let at = (segment.address - self.frames.address()) as usize;
                     file.write_at(&memory[at..at + segment.len as usize], segment.file_offset)?;
                 }
             }
         }
-        self.state.put(file.path(), self.place.words, &words)?;
-        Ok(segments.iter().map(|segment| segment.len).sum())
+        Ok(())
     }
 }

@@ -95,12 +95,18 @@ impl ArrayState {
 pub struct Word(pub u64);
 
 impl Word {
+    const BUSY: u64 = 1 << 20;
     const VALID: u64 = 1 << 21;
     const CHANGED: u64 = 1 << 22;
 
     /// The page in it.
     pub fn page(self) -> u64 {
         self.0 >> 24
+    }
+
+    /// Whether a kernel gave up its write of the page, which may still happen.
+    pub fn is_being_written(self) -> bool {
+        self.0 & (Self::BUSY | Self::CHANGED) == Self::BUSY | Self::CHANGED
     }
 
     /// Whether the page was changed; from now on it was not.
