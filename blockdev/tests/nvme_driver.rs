@@ -215,6 +215,67 @@ fn after_a_subsystem_reset_no_flush_says_that_lost_writes_are_durable() {
 }
 
 #[test]
+fn after_power_was_lost_no_flush_says_that_lost_writes_are_durable() {
+    for seed in 0..8 {
+        let sim = controller(&format!(",seed={seed}"));
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=200ms").expect("the driver comes up");
+        let io = Io::inline(device.clone()).expect("a queue");
+        let (region, _) = patterned(1 << 20);
+        io.run(vec![Request::write(0, vec![region.span(0..1 << 20)], false)]).expect("written, to the cache");
+        sim.power_cut();
+        sim.power_on();
+        let error = io.run(vec![Request::flush()]).expect_err("what it covers may be lost");
+        // The supervisor may look while power is off.
+        assert!(matches!(error, Error::Controller { .. } | Error::Gone { .. }), "seed {seed}: {error}");
+        drop(io);
+        drop(device);
+        let io = Io::inline(sim.attach("").expect("it comes up again")).expect("a queue");
+        io.run(vec![Request::flush()]).expect("it works");
+    }
+}
+
+#[test]
+fn without_a_volatile_cache_a_loss_of_power_or_a_subsystem_reset_loses_nothing() {
+    for lose in [SimController::subsystem_reset, |sim: &SimController| {
+        sim.power_cut();
+        sim.power_on();
+    }] {
+        let sim = controller(",vwc=off");
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=5s").expect("the driver comes up");
+        let io = Io::inline(device).expect("a queue");
+        let (region, bytes) = patterned(4096);
+        io.run(vec![Request::write(0, vec![region.span(0..4096)], false)]).expect("written");
+        // Once the supervisor does not look any more: it does for a tick behind the last command.
+        std::thread::sleep(Duration::from_secs(1));
+        lose(&sim);
+        region.zero_at(0, 4096).expect("inside");
+        io.run(vec![Request::read(0, vec![region.span(0..4096)])]).expect("the controller is brought up again");
+        let mut read = vec![0; 4096];
+        region.read_at(0, &mut read).expect("inside");
+        assert!(read == bytes);
+    }
+}
+
+#[test]
+fn where_the_controller_does_not_tell_of_lost_power_it_counts_as_lost_unless_the_driver_began_the_reset() {
+    for (effect, answer, lost) in [
+        (Effect::Reset, Effect::Status(0, 6), true),
+        (Effect::Reset, Effect::Lose, true),
+        (Effect::Fatal, Effect::Status(0, 6), false),
+    ] {
+        let sim = controller("");
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=100ms").expect("the driver comes up");
+        let io = Io::inline(device.clone()).expect("a queue");
+        sim.inject(Fault::new(On::LogPage, answer));
+        sim.inject(Fault::new(On::Flush, effect).once());
+        let started = Instant::now();
+        let flushed = io.run(vec![Request::flush()]);
+        assert_eq!(flushed.is_err(), lost, "{effect:?}, {answer:?}: {flushed:?}");
+        assert!(started.elapsed() < PATIENCE / 2, "{effect:?}, {answer:?}: {:?}", started.elapsed());
+    }
+}
+
+#[test]
 fn a_queue_that_could_not_be_deleted_is_there_again_after_a_reset() {
     let sim = controller("");
     let device = sim.attach("timeout=200ms,queues=2").expect("the driver comes up");

@@ -20,6 +20,7 @@ use super::io_queue::IoQueue;
 use super::options::{CompletionMode, Options};
 use super::queue::Shadow;
 use super::queue_setup::QueueSetup;
+use super::recovery::PowerLosses;
 use crate::spec::identify::{IdentifyController, oacs, sgls};
 use crate::spec::{Cap, Sqe, admin, async_event, cc, cns, csts, feature, reg};
 use crate::transport::Transport;
@@ -27,7 +28,7 @@ use crate::transport::event::Event;
 use crate::{Error, Result};
 
 /// What a register reads as when there is no controller any more.
-const ALL_ONES: u32 = u32::MAX;
+pub(super) const ALL_ONES: u32 = u32::MAX;
 /// Commands that set the controller up may take at least this long.
 const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 /// A shutdown may take at least this long.
@@ -63,6 +64,8 @@ pub(super) struct Lifecycle {
     shadow: Option<Arc<Shadow>>,
     /// I/O queue pairs that the controller granted.
     granted: u32,
+    /// As of the first bring-up, where a volatile cache makes it matter and the controller tells.
+    pub(super) power: Option<PowerLosses>,
 }
 
 impl Core {
@@ -129,6 +132,11 @@ impl Core {
     /// Whether it takes SGLs that this driver can make: it aligns memory to four bytes anyway.
     pub(super) fn has_sgl(&self) -> bool {
         matches!(self.identity().sgls.get() & sgls::SUPPORT_MASK, sgls::BYTES | sgls::DWORDS)
+    }
+
+    /// Whether writes that completed are lost with power unless they are flushed.
+    pub(super) fn has_volatile_cache(&self) -> bool {
+        self.identity().vwc & 1 != 0
     }
 
     /// I/O queues that can be open at once.

@@ -63,6 +63,7 @@ impl Running {
             core.disable()?;
             core.take_subsystem_reset()?;
             core.enable(&mut lifecycle)?;
+            core.note_power(&mut lifecycle)?;
         }
         let core = core.clone();
         let name = core.name.clone();
@@ -132,7 +133,7 @@ impl NvmeDevice {
             max_transfer: limits.max_transfer as u32,
             queue_depth: core.depth(),
             max_queues: core.max_queues(),
-            volatile_cache: controller.vwc & 1 != 0,
+            volatile_cache: core.has_volatile_cache(),
             discard: supports(oncs::DATASET_MANAGEMENT),
             write_zeroes: supports(oncs::WRITE_ZEROES),
             read_only: mode == OpenMode::ReadOnly || identity.nsattr & 1 != 0,

@@ -171,7 +171,7 @@ impl SimController {
     }
 
     /// Gives the controller power after a power cut, or puts it back after it vanished. A driver
-    /// has to be attached anew.
+    /// that is attached finds it as after power-on, as one does after a brown-out.
     pub fn power_on(&self) {
         self.state().power_on();
     }
