@@ -200,18 +200,24 @@ fn memory_for_reading_only_is_written_from_and_never_into() {
 
 #[test]
 fn after_a_subsystem_reset_no_flush_says_that_lost_writes_are_durable() {
-    let sim = controller("");
-    let device: Arc<dyn BlockDevice> = sim.attach("timeout=50ms").expect("the driver comes up");
-    let io = Io::inline(device.clone()).expect("a queue");
-    let (region, _) = patterned(4096);
-    io.run(vec![Request::write(0, vec![region.span(0..4096)], false)]).expect("written, to the cache");
-    sim.subsystem_reset();
-    let error = io.run(vec![Request::flush()]).expect_err("what it covers may be lost");
-    assert!(matches!(error, Error::Controller { what, .. } if what.contains("NSSRO")), "{error}");
-    drop(io);
-    drop(device);
-    let io = Io::inline(sim.attach("").expect("it comes up again")).expect("a queue");
-    io.run(vec![Request::flush()]).expect("it works");
+    // The driver answers to an error of the bus with a reset of the function, which clears NSSRO.
+    for bus_error in [false, true] {
+        let sim = controller("");
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=50ms").expect("the driver comes up");
+        let io = Io::inline(device.clone()).expect("a queue");
+        let (region, _) = patterned(4096);
+        io.run(vec![Request::write(0, vec![region.span(0..4096)], false)]).expect("written, to the cache");
+        sim.subsystem_reset();
+        if bus_error {
+            sim.report_bus_error();
+        }
+        let error = io.run(vec![Request::flush()]).expect_err("what it covers may be lost");
+        assert!(matches!(error, Error::Controller { what, .. } if what.contains("NSSRO")), "{error}");
+        drop(io);
+        drop(device);
+        let io = Io::inline(sim.attach("").expect("it comes up again")).expect("a queue");
+        io.run(vec![Request::flush()]).expect("it works");
+    }
 }
 
 #[test]

@@ -233,6 +233,7 @@ fn a_controller_that_something_else_reset_is_brought_up_again() {
 #[test]
 fn an_error_of_the_bus_is_recovered_from_whether_commands_are_in_flight_or_not() {
     let mut bench = Bench::with_driver("mdts=4", PATIENT);
+    bench.sim.reset_function();
     bench.sim.report_bus_error();
     bench.exercise(2).into_iter().for_each(|result| result.expect("after an error while it was idle"));
     bench.sim.inject(Fault::new(On::Read, Effect::Hold).once());
@@ -242,6 +243,7 @@ fn an_error_of_the_bus_is_recovered_from_whether_commands_are_in_flight_or_not()
             while sim.stalled() == 0 {
                 std::thread::sleep(Duration::from_millis(1));
             }
+            sim.reset_function();
             sim.report_bus_error();
         });
         bench.exercise(3).into_iter().for_each(|result| result.expect("after an error in mid-flight"));

@@ -42,6 +42,8 @@ enum Reset {
 struct Before {
     /// It had been reset by something else than its driver, for all that is known.
     stopped: bool,
+    /// Its whole subsystem had been reset.
+    subsystem_reset: bool,
 }
 
 /// How often a controller lost power, as its SMART log says.
@@ -162,7 +164,11 @@ impl Core {
             queue.pause();
         }
         let status = self.transport.read32(reg::CSTS);
-        let before = Before { stopped: reset == Reset::Function || status == ALL_ONES || status & csts::RDY == 0 };
+        let before = Before {
+            stopped: reset == Reset::Function || status == ALL_ONES || status & csts::RDY == 0,
+            // A reset of the function may clear it.
+            subsystem_reset: status != ALL_ONES && status & csts::NSSRO != 0,
+        };
         if reset == Reset::Function {
             self.transport.reset()?;
         }
@@ -206,7 +212,7 @@ impl Core {
     /// whole subsystem may. Loss of power does; a controller that had it is one that stopped by
     /// itself and has no bit that says so, so that its SMART log has to tell.
     fn may_have_lost_cache(&self, lifecycle: &Lifecycle, before: Before) -> Result<Option<&'static str>> {
-        let subsystem_reset = self.take_subsystem_reset()?;
+        let subsystem_reset = self.take_subsystem_reset()? || before.subsystem_reset;
         if !self.has_volatile_cache() {
             return Ok(None);
         }

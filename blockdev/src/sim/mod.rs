@@ -195,11 +195,14 @@ impl SimController {
         rustix::io::write(&self.release, &1u64.to_ne_bytes()).expect("the counter is not full");
     }
 
-    /// Reports an uncorrectable error of the bus, and resets the function, as the host does then
-    /// (PCI Express AER).
+    /// Reports an uncorrectable error of the bus (PCI Express AER).
     pub fn report_bus_error(&self) {
-        self.state().reset();
         self.bus_error.signal();
+    }
+
+    /// Resets the function, as the host may do after an error of the bus.
+    pub fn reset_function(&self) {
+        self.state().reset();
     }
 
     /// The accesses that its IOMMU refused so far.
