@@ -282,6 +282,27 @@ fn where_the_controller_does_not_tell_of_lost_power_it_counts_as_lost_unless_the
 }
 
 #[test]
+fn a_queue_that_cannot_be_deleted_holds_up_no_recovery() {
+    let sim = controller("");
+    let device = sim.attach("timeout=40s").expect("the driver comes up");
+    let (first, second) = (device.open_queue().expect("a queue"), device.open_queue().expect("a second"));
+    let (region, _) = patterned(4096);
+    device.map(&region).expect("mapped");
+    let (hits, hit) = (sim.hits(), |hits| eventually("the fault hits", || sim.hits() > hits));
+    sim.inject(Fault::new(On::Admin, Effect::Lose).once());
+    let closing = std::thread::spawn(move || drop(second));
+    hit(hits);
+    sim.inject(Fault::new(On::Read, Effect::Reset).once());
+    let started = Instant::now();
+    first.submit(&mut vec![Request::read(0, vec![region.span(0..4096)])]);
+    assert!(collect(&*first, 1).remove(0).result.is_ok(), "after a reset by the supervisor");
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    closing.join().expect("it ends");
+    drop(first);
+    device.unmap(&region);
+}
+
+#[test]
 fn a_queue_that_could_not_be_deleted_is_there_again_after_a_reset() {
     let sim = controller("");
     let device = sim.attach("timeout=200ms,queues=2").expect("the driver comes up");

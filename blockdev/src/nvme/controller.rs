@@ -237,6 +237,7 @@ impl Core {
         let config = cc::EN | page_size << cc::MPS_SHIFT | cc::IOSQES_64 | cc::IOCQES_16;
         self.transport.write32(reg::CC, config);
         self.wait_status(csts::RDY, csts::RDY, self.ready_timeout(), "does not become ready (CSTS.RDY stays clear)")?;
+        self.admin.enabled();
 
         let timeout = self.setup_timeout();
         let identity: Box<IdentifyController> = Box::new(self.admin.identify(cns::CONTROLLER, 0, timeout)?);
