@@ -7,7 +7,6 @@
 //! submits or completes requests.
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -54,7 +53,6 @@ pub(super) struct Core {
     identity: OnceLock<Box<IdentifyController>>,
     lifecycle: Mutex<Lifecycle>,
     broken: OnceLock<Error>,
-    pub(super) stopping: AtomicBool,
 }
 
 /// What changes with every reset.
@@ -110,7 +108,6 @@ impl Core {
             identity: OnceLock::new(),
             lifecycle: Mutex::default(),
             broken: OnceLock::new(),
-            stopping: AtomicBool::new(false),
         })
     }
 
@@ -427,11 +424,5 @@ impl Core {
             self.wait_status(csts::SHST_MASK, csts::SHST_COMPLETE, timeout, "does not finish its shutdown (CSTS.SHST)")?;
         }
         self.disable()
-    }
-
-    /// Ends the supervisor.
-    pub(super) fn stop(&self) {
-        self.stopping.store(true, Ordering::Release);
-        self.event.signal();
     }
 }

@@ -25,6 +25,7 @@ mod scatter;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -50,13 +51,15 @@ const MEMORY_ALIGNMENT: u32 = 4;
 /// A controller that is up, and the thread that looks after it.
 struct Running {
     core: Arc<Core>,
+    /// Ends this supervisor. The controller may be brought up again, with another.
+    stopping: Arc<AtomicBool>,
     supervisor: Option<JoinHandle<()>>,
 }
 
 impl Running {
     /// Brings a controller up.
     fn start(core: Arc<Core>) -> Result<Arc<Self>> {
-        let mut running = Self { core, supervisor: None };
+        let mut running = Self { core, stopping: Arc::default(), supervisor: None };
         let core = &running.core;
         {
             let mut lifecycle = core.lifecycle();
@@ -65,9 +68,9 @@ impl Running {
             core.enable(&mut lifecycle)?;
             core.note_power(&mut lifecycle)?;
         }
-        let core = core.clone();
+        let (core, stopping) = (core.clone(), running.stopping.clone());
         let name = core.name.clone();
-        let spawned = std::thread::Builder::new().name("nvme".into()).spawn(move || recovery::supervise(&core));
+        let spawned = std::thread::Builder::new().name("nvme".into()).spawn(move || recovery::supervise(&core, &stopping));
         running.supervisor = Some(spawned.map_err(|error| Error::System {
             device: name,
             action: "starting the supervisor thread of the controller",
@@ -79,7 +82,8 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.core.stop();
+        self.stopping.store(true, Ordering::Release);
+        self.core.event.signal();
         if let Some(supervisor) = self.supervisor.take()
             && supervisor.join().is_err()
         {

@@ -8,7 +8,7 @@
 //! never given back.
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::controller::{ALL_ONES, Core, Lifecycle};
@@ -53,11 +53,11 @@ pub(super) struct PowerLosses {
     unsafe_shutdowns: u128,
 }
 
-/// The supervisor's thread, until [`Core::stop`].
-pub(super) fn supervise(core: &Arc<Core>) {
+/// The supervisor's thread, until `stopping` is set and the core's event signalled.
+pub(super) fn supervise(core: &Core, stopping: &AtomicBool) {
     let tick = (core.options.timeout / 4).clamp(TICKS[0], TICKS[1]);
     let mut busy = false;
-    while !core.stopping.load(Ordering::Acquire) {
+    while !stopping.load(Ordering::Acquire) {
         if core.broken().is_some() {
             core.event.wait(None);
             continue;
@@ -66,7 +66,7 @@ pub(super) fn supervise(core: &Arc<Core>) {
         let notices = release.into_iter().chain(bus_error.map(AsFd::as_fd));
         wait_any(&std::iter::once(core.event.as_fd()).chain(notices).collect::<Vec<BorrowedFd<'_>>>(), Some(tick));
         core.event.drain();
-        if core.stopping.load(Ordering::Acquire) {
+        if stopping.load(Ordering::Acquire) {
             return;
         }
         if release.is_some_and(is_signalled) {
