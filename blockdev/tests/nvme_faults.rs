@@ -331,6 +331,19 @@ fn closing_ends_whatever_the_controller_does() {
 }
 
 #[test]
+fn a_shutdown_that_never_ends_is_not_waited_for_as_long_as_the_controller_says() {
+    // It says 71 minutes.
+    let sim = SimController::new("sim:test,memory=1M,rtd3e=4294967295,fault=lose:on=shutdown", OpenMode::ReadWrite);
+    let device = sim.expect("a controller").attach("timeout=50ms").expect("the driver comes up");
+    let (closed, closes) = mpsc::channel();
+    std::thread::spawn(move || {
+        drop(device);
+        closed.send(()).expect("the test listens");
+    });
+    closes.recv_timeout(PATIENCE).expect("it is closed");
+}
+
+#[test]
 fn closing_a_device_that_is_gone_waits_for_nothing() {
     for effect in [Effect::Vanish, Effect::Fatal] {
         let Bench { sim, io, region, .. } = Bench::with_driver("", "timeout=120s");

@@ -30,8 +30,10 @@ use crate::{Error, Result};
 pub(super) const ALL_ONES: u32 = u32::MAX;
 /// Commands that set the controller up may take at least this long.
 const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
-/// A shutdown may take at least this long.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+/// A shutdown may take this long, at the least and at the most, whatever the controller says: its
+/// word goes up to 71 minutes. The most is also so many times the command timeout.
+const SHUTDOWN_TIMEOUT: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
+const SHUTDOWN_PATIENCE: u32 = 100;
 /// The largest memory page. A PRP list names whole pages, and staging memory is handed out in
 /// them.
 const MAX_PAGE: u64 = 64 << 10;
@@ -420,7 +422,8 @@ impl Core {
             // RTD3 Entry Latency says how long it may take, in microseconds, where the controller
             // tells.
             let told = self.identity.get().map_or(0, |identity| identity.rtd3e.get());
-            let timeout = Duration::from_micros(told.into()).max(SHUTDOWN_TIMEOUT);
+            let most = SHUTDOWN_TIMEOUT[1].min(self.options.timeout * SHUTDOWN_PATIENCE);
+            let timeout = Duration::from_micros(told.into()).max(SHUTDOWN_TIMEOUT[0]).min(most);
             self.wait_status(csts::SHST_MASK, csts::SHST_COMPLETE, timeout, "does not finish its shutdown (CSTS.SHST)")?;
         }
         self.disable()

@@ -179,6 +179,7 @@ impl Controller {
         identity.fr = *FIRMWARE;
         identity.mdts = self.options.mdts;
         identity.ver = U32::new(VERSION);
+        identity.rtd3e = U32::new(self.options.rtd3e);
         identity.oaes = U32::new(async_event::NAMESPACE_CHANGED);
         identity.cntrltype = 1; // an I/O controller
         let shadow = if self.options.shadow_doorbells { oacs::DOORBELL_BUFFER } else { 0 };
