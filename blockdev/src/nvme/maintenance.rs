@@ -69,7 +69,7 @@ pub struct ControllerInfo {
 pub struct NamespaceInfo {
     /// Its number.
     pub id: u32,
-    /// Bytes on it.
+    /// Bytes on it; 0 if what it says cannot be.
     pub len: u64,
     /// Bytes of a logical block.
     pub logical_block: u32,
@@ -231,7 +231,7 @@ impl Controller {
             });
             Ok(NamespaceInfo {
                 id,
-                len: identity.nsze.get().checked_shl(current.lbads.into()).unwrap_or(0),
+                len: identity.bytes().unwrap_or(0),
                 logical_block: 1u32.checked_shl(current.lbads.into()).unwrap_or(0),
                 metadata: current.ms.get(),
                 read_only: identity.nsattr & 1 != 0,

@@ -17,6 +17,7 @@ mod encoder;
 mod io_queue;
 mod iova;
 mod maintenance;
+mod namespace;
 mod options;
 mod queue;
 mod queue_setup;
@@ -33,6 +34,7 @@ pub use maintenance::{BlockFormat, Controller, ControllerInfo, Erase, ErrorEntry
 
 use controller::Core;
 use io_queue::IoQueue;
+use namespace::Namespace;
 pub(crate) use options::Options;
 use queue_setup::QueueSetup;
 use scatter::Limits;
@@ -113,25 +115,13 @@ impl NvmeDevice {
             return Err(unsupported(format!("has no namespace {namespace}; it has {active:?}, to be named as ns=N")));
         }
         let identity: IdentifyNamespace = core.admin.identify(cns::NAMESPACE, namespace, timeout)?;
-        let format = identity.lbaf[identity.format()];
-        if format.ms.get() > 0 || identity.dps & 7 != 0 {
-            let reason = format!(
-                "namespace {namespace} has {} bytes of metadata a block, which is not supported; format it without",
-                format.ms
-            );
-            return Err(unsupported(reason));
-        }
-        if !(9..=12).contains(&format.lbads) {
-            let reason = format!("namespace {namespace} has blocks of 2^{} bytes; 512 to 4096 are supported", format.lbads);
-            return Err(unsupported(reason));
-        }
+        let Namespace { len, logical_block } = Namespace::judge(&name, namespace, &identity)?;
         let controller = core.identity();
-        let logical_block = 1u32 << format.lbads;
         let sgl = core.options.sgl && core.has_sgl();
         let limits = Limits::new(logical_block.into(), core.page, core.max_transfer(), sgl, BOUNCE);
         let supports = |bit: u16| controller.oncs.get() & bit != 0;
         let geometry = Geometry {
-            len: Length::new(identity.nsze.get() << format.lbads),
+            len: Length::new(len),
             logical_block,
             memory_alignment: MEMORY_ALIGNMENT,
             max_transfer: limits.max_transfer as u32,
@@ -186,7 +176,14 @@ impl BlockDevice for NvmeDevice {
     fn look_again(&self) -> Result<u64> {
         let (core, QueueSetup { namespace, geometry, .. }) = (&self.running.core, &*self.setup);
         let identity: IdentifyNamespace = core.admin.identify(cns::NAMESPACE, *namespace, core.setup_timeout())?;
-        Ok(geometry.len.grow(identity.nsze.get().saturating_mul(geometry.logical_block.into())))
+        let Namespace { len, logical_block } = Namespace::judge(&self.setup.name, *namespace, &identity)?;
+        if logical_block != geometry.logical_block {
+            let was = geometry.logical_block;
+            let reason =
+                format!("namespace {namespace} was formatted from blocks of {was} to {logical_block} bytes while it was open");
+            return Err(Error::Unsupported { device: self.setup.name.clone(), reason });
+        }
+        Ok(geometry.len.grow(len))
     }
 }
 
@@ -218,5 +215,31 @@ impl Drop for NvmeQueue {
     fn drop(&mut self) {
         self.queue.drain();
         self.running.core.close_queue(&self.queue);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::little_endian::U32;
+
+    use super::*;
+    use crate::device_name::DeviceName;
+    use crate::sim::SimController;
+    use crate::spec::{Sqe, admin};
+
+    #[test]
+    fn a_namespace_that_was_formatted_anew_is_not_looked_at_as_what_it_was() {
+        let sim = SimController::new("sim:test,memory=1M", OpenMode::ReadWrite).expect("a controller");
+        let mut name = DeviceName::parse("sim:test").expect("a backend");
+        let options = Options::take(&mut name).expect("options");
+        let device = NvmeDevice::open(name.device(), sim, options, OpenMode::ReadWrite).expect("it opens");
+        assert_eq!(device.look_again(), Ok(1 << 20));
+        // Format 1 has blocks of 4096 bytes.
+        let format = Sqe { opcode: admin::FORMAT_NVM, nsid: U32::new(1), cdw10: U32::new(1), ..Sqe::default() };
+        let core = &device.running.core;
+        core.admin.run(format, "Format NVM", core.setup_timeout()).expect("formatted");
+        let error = device.look_again().expect_err("its blocks are others").to_string();
+        assert!(error.contains("4096") && error.contains("512"), "{error}");
+        assert_eq!(device.geometry().len.get(), 1 << 20);
     }
 }

@@ -158,6 +158,11 @@ impl IdentifyNamespace {
         let low = usize::from(self.flbas & 0xf);
         if self.nlbaf < 16 { low } else { low | usize::from(self.flbas >> 5 & 3) << 4 }
     }
+
+    /// Bytes on it, if they can be counted.
+    pub(crate) fn bytes(&self) -> Option<u64> {
+        1u64.checked_shl(self.lbaf[self.format()].lbads.into())?.checked_mul(self.nsze.get())
+    }
 }
 
 const _: () = assert!(size_of::<IdentifyController>() == 4096 && size_of::<IdentifyNamespace>() == 4096);
