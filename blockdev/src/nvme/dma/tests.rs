@@ -154,6 +154,25 @@ fn what_cannot_be_mapped_whole_is_not_mapped_at_all() {
     dma.map(&large).unwrap();
 }
 
+#[test]
+fn with_a_controller_page_above_the_hosts_no_memory_behind_a_region_is_mapped() {
+    let Bench { held, permit, .. } = bench();
+    drop(permit);
+    let page = 64 << 10;
+    let dma = Dma::new(held.clone(), page);
+    let host_page = rustix::param::page_size();
+    let regions = [region(MIB + 100), region(MIB + 100)];
+    regions.iter().for_each(|region| dma.map(region).unwrap());
+    assert_eq!(*held.lens.lock(), [MIB + host_page; 2]);
+    let iovas = regions.each_ref().map(|region| dma.address(region).unwrap());
+    assert!(iovas.iter().all(|iova| iova.is_multiple_of(page)));
+    assert!(iovas[1] >= iovas[0] + MIB as u64 + page, "no two share a page of the controller");
+    regions.iter().for_each(|region| dma.unmap(region).unwrap());
+    assert_eq!(held.sim.mapped(), 0);
+    dma.map(&regions[1]).unwrap();
+    assert_eq!(dma.address(&regions[1]), Some(iovas[0]), "its IOVAs are free again");
+}
+
 impl Transport for Held {
     #[allow(unsafe_code)] // the trait's promise is passed on
     unsafe fn map(&self, address: *mut u8, len: usize, iova: u64, writable: bool) -> Result<()> {
