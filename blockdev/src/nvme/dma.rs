@@ -57,7 +57,7 @@ struct AddressSpace {
 }
 
 /// IOVAs that one region has.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Mapping {
     /// Bytes that are mapped.
     len: u64,
@@ -65,6 +65,9 @@ struct Mapping {
     reserved: u64,
     /// Bytes that one system call mapped; the last step may be shorter.
     step: u64,
+    /// Memory of another device, which that could give to another program when the last handle
+    /// goes. Host memory is pinned by the mapping itself.
+    device_memory: Option<Arc<Region>>,
 }
 
 impl Mapping {
@@ -103,7 +106,7 @@ impl Dma {
     /// # Errors
     /// What the transport says of the memory; [`Error::Gone`] after [`Dma::fence`]. Nothing of the
     /// region is then mapped.
-    pub(crate) fn map(&self, region: &Region) -> Result<()> {
+    pub(crate) fn map(&self, region: &Arc<Region>) -> Result<()> {
         let mut state = self.change(region);
         if self.address(region).is_some() {
             self.settle(state, region);
@@ -118,7 +121,9 @@ impl Dma {
         };
         drop(state);
 
-        let mapping = Mapping { len, reserved, step: if region.is_device_memory() { DEVICE_STEP } else { HOST_STEP } };
+        let device_memory = region.is_device_memory().then(|| region.clone());
+        let step = if device_memory.is_some() { DEVICE_STEP } else { HOST_STEP };
+        let mapping = Mapping { len, reserved, step, device_memory };
         let mut mapped = 0;
         let mut result = Ok(());
         for step in mapping.steps() {
@@ -134,7 +139,7 @@ impl Dma {
                 reason: "the memory is mapped for too many devices at once; unregister it from one of them".into(),
             });
         }
-        let left = if result.is_err() { self.unmap_steps(iova, &Mapping { len: mapped, ..mapping }) } else { Ok(()) };
+        let left = if result.is_err() { self.unmap_steps(iova, &Mapping { len: mapped, ..mapping.clone() }) } else { Ok(()) };
 
         let mut state = self.state.lock();
         if result.is_ok() || left.is_err() {
@@ -210,12 +215,15 @@ impl Dma {
         fenced
     }
 
-    /// Unmaps what of a mapping is mapped; all that can be.
+    /// Unmaps what of a mapping is mapped; all that can be. What stays mapped is never given back.
     fn unmap_steps(&self, iova: u64, mapping: &Mapping) -> Result<()> {
         let mut result = Ok(());
         for step in mapping.steps() {
             let unmapped = self.transport.unmap(iova + step.start, (step.end - step.start) as usize);
             result = result.and(unmapped);
+        }
+        if result.is_err() {
+            std::mem::forget(mapping.device_memory.clone());
         }
         result
     }
