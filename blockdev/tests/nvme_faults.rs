@@ -251,6 +251,22 @@ fn an_error_of_the_bus_is_recovered_from_whether_commands_are_in_flight_or_not()
 }
 
 #[test]
+fn a_controller_that_an_error_of_the_bus_takes_away_for_a_moment_is_waited_for() {
+    let mut bench = Bench::with_driver("vwc=off", PATIENT);
+    // The supervisor does not look any more: it does for a tick behind the last command.
+    std::thread::sleep(Duration::from_millis(1200));
+    let sim = bench.sim.clone();
+    sim.power_cut();
+    sim.report_bus_error();
+    let back = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        sim.power_on();
+    });
+    bench.exercise(2).into_iter().for_each(|result| result.expect("it is back"));
+    back.join().expect("power is on");
+}
+
+#[test]
 fn a_controller_that_does_not_stop_is_reset_from_outside() {
     let lost = once(On::Read, Effect::Lose);
     Bench::new("mdts=4").succeeds(&[lost, Fault::new(On::Disable, Effect::Lose).once()]);

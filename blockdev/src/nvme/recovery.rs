@@ -27,6 +27,9 @@ use zerocopy::little_endian::U32;
 const TICKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(500)];
 /// What an Abort gets before the controller is reset: so many parts of the command timeout.
 const GRACE: u32 = 4;
+/// How long the host's recovery of the bus may take, and how often the supervisor looks.
+const BUS_PATIENCE: Duration = Duration::from_secs(10);
+const BUS_NAP: Duration = Duration::from_millis(50);
 
 /// What a reset begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,7 +173,7 @@ impl Core {
             subsystem_reset: status != ALL_ONES && status & csts::NSSRO != 0,
         };
         if reset == Reset::Function {
-            self.transport.reset()?;
+            self.reset_function()?;
         }
         if let Err(error) = self.disable() {
             if matches!(error, Error::Gone { .. }) {
@@ -183,6 +186,19 @@ impl Core {
         self.rebuild(&mut lifecycle, before)?;
         tracing::info!(device = %self.name, queues = lifecycle.queues.len(), "the controller is back");
         Ok(())
+    }
+
+    /// Resets the PCI function after an error of the bus, again until it answers. The host recovers
+    /// the bus meanwhile, and may do so under a reset; until then registers read as all ones.
+    fn reset_function(&self) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            self.transport.reset()?;
+            if self.transport.read32(reg::CSTS) != ALL_ONES || started.elapsed() > BUS_PATIENCE {
+                return Ok(());
+            }
+            std::thread::sleep(BUS_NAP);
+        }
     }
 
     /// Brings a stopped controller up with the queues that it had.
