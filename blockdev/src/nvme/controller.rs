@@ -20,7 +20,7 @@ use super::options::{CompletionMode, Options};
 use super::queue::Shadow;
 use super::queue_setup::QueueSetup;
 use super::recovery::PowerLosses;
-use crate::spec::identify::{IdentifyController, oacs, sgls};
+use crate::spec::identify::{IdentifyController, IdentifyNvmController, oacs, sgls};
 use crate::spec::{Cap, Sqe, admin, async_event, cc, cns, csts, feature, reg};
 use crate::transport::Transport;
 use crate::transport::event::Event;
@@ -34,6 +34,8 @@ const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 /// word goes up to 71 minutes. The most is also so many times the command timeout.
 const SHUTDOWN_TIMEOUT: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 const SHUTDOWN_PATIENCE: u32 = 100;
+/// The first version in which a controller may tell the limits of its NVM commands: 1.4.
+const LIMITS_SINCE: u32 = 0x0001_0400;
 /// The largest memory page. A PRP list names whole pages, and staging memory is handed out in
 /// them.
 const MAX_PAGE: u64 = 64 << 10;
@@ -126,6 +128,20 @@ impl Core {
     pub(super) fn max_transfer(&self) -> Option<u64> {
         let mdts = u32::from(self.identity().mdts);
         (mdts > 0).then(|| 1u64.checked_shl(self.cap.min_page().ilog2() + mdts)).flatten()
+    }
+
+    /// The most logical blocks that a discard of one range covers; `None`: it tells of no limit.
+    pub(super) fn max_discard_blocks(&self) -> Result<Option<u64>> {
+        // Before, all would refuse the question, and many keep what they refused in their error
+        // log.
+        if self.identity().ver.get() < LIMITS_SINCE {
+            return Ok(None);
+        }
+        match self.admin.identify::<IdentifyNvmController>(cns::COMMAND_SET_CONTROLLER, 0, self.setup_timeout()) {
+            Ok(limits) => Ok([limits.dmrsl.get().into(), limits.dmsl.get()].into_iter().filter(|blocks| *blocks > 0).min()),
+            Err(Error::Admin { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether it takes SGLs that this driver can make: it aligns memory to four bytes anyway.

@@ -47,6 +47,8 @@ use crate::{BlockDevice, Completion, Error, Geometry, Length, NoPeerToPeer, Open
 
 /// Bytes of a chunk of a queue's bounce buffer.
 const BOUNCE: u64 = 128 << 10;
+/// The most bytes of a discard command, so that none takes for ever.
+const MAX_DISCARD: u64 = 1 << 30;
 /// PRPs and many SGLs take addresses that are multiples of this (Base 4.1.1).
 const MEMORY_ALIGNMENT: u32 = 4;
 
@@ -132,9 +134,11 @@ impl NvmeDevice {
             write_zeroes: supports(oncs::WRITE_ZEROES),
             read_only: mode == OpenMode::ReadOnly || identity.nsattr & 1 != 0,
         };
-        tracing::debug!(device = %name, ?geometry, ?limits, "opened");
-        let setup =
-            QueueSetup { name, geometry, namespace, limits, completion: core.completion(), timeout: core.options.timeout };
+        let most_blocks = if geometry.discard { core.max_discard_blocks()? } else { None };
+        let max_discard = most_blocks.map_or(MAX_DISCARD, |blocks| MAX_DISCARD.min(blocks.saturating_mul(logical_block.into())));
+        tracing::debug!(device = %name, ?geometry, ?limits, max_discard, "opened");
+        let (completion, timeout) = (core.completion(), core.options.timeout);
+        let setup = QueueSetup { name, geometry, namespace, limits, max_discard, completion, timeout };
         Ok(Self { running, setup: Arc::new(setup) })
     }
 }
