@@ -268,6 +268,8 @@ fn where_the_controller_does_not_tell_of_lost_power_it_counts_as_lost_unless_the
         (Effect::Reset, Effect::Status(0, 6), true),
         (Effect::Reset, Effect::Lose, true),
         (Effect::Fatal, Effect::Status(0, 6), false),
+        // A controller that does not answer at all is not one that came back.
+        (Effect::Fatal, Effect::Lose, true),
     ] {
         let sim = controller("");
         let device: Arc<dyn BlockDevice> = sim.attach("timeout=100ms").expect("the driver comes up");

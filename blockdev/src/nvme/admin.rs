@@ -184,8 +184,9 @@ impl Admin {
         let mut cid = None;
         let mut nap = NAPS[0];
         loop {
-            // A controller that failed, is gone (all ones), or was reset by something else since the
-            // command was sent will not answer. Its caller may keep the supervisor from the reset.
+            // A controller that failed, is gone (all ones), or was reset by something else since
+            // the command was sent will not answer. Its caller may keep the supervisor from the
+            // reset.
             let over = started.elapsed() >= timeout || nap == NAPS[1] && self.will_not_answer(cid.is_some());
             let mut state = self.state.lock();
             state.collect(&self.name);
@@ -220,8 +221,8 @@ impl Admin {
         }
     }
 
-    /// Whether the registers say that commands are not answered any more. Before one is `sent`, the
-    /// controller may be on its way up.
+    /// Whether the registers say that commands are not answered any more. Before one is `sent`,
+    /// the controller may be on its way up.
     fn will_not_answer(&self, sent: bool) -> bool {
         let status = self.transport.read32(reg::CSTS);
         status & csts::CFS != 0 || sent && status & csts::RDY == 0

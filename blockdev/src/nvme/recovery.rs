@@ -188,8 +188,9 @@ impl Core {
         Ok(())
     }
 
-    /// Resets the PCI function after an error of the bus, again until it answers. The host recovers
-    /// the bus meanwhile, and may do so under a reset; until then registers read as all ones.
+    /// Resets the PCI function after an error of the bus, again until it answers. The host
+    /// recovers the bus meanwhile, and may do so under a reset; until then registers read as all
+    /// ones.
     fn reset_function(&self) -> Result<()> {
         let started = Instant::now();
         loop {
@@ -237,11 +238,12 @@ impl Core {
         }
         let now = match self.power_losses() {
             Ok(now) => Some(now),
-            Err(gone @ Error::Gone { .. }) => return Err(gone),
-            Err(error) => {
+            Err(error @ Error::Admin { .. }) => {
                 tracing::warn!(%error, "the SMART log, which says whether power was lost, cannot be read");
                 None
             }
+            // It does not answer, as it would not when its queues are made.
+            Err(error) => return Err(error),
         };
         Ok(match (lifecycle.power, now) {
             (Some(power), Some(now)) if power == now => None,
