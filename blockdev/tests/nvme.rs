@@ -135,6 +135,23 @@ fn a_controller_at_the_ends_of_what_its_registers_can_say_works_or_is_refused_by
 }
 
 #[test]
+fn a_discard_is_cut_into_ranges_that_the_controller_takes() {
+    for options in ["", ",dmrsl=1000", ",dmrsl=1,lba=4096"] {
+        let sim = controller(options);
+        let device = sim.attach("depth=16").expect("the driver comes up");
+        let region = Region::allocate(2 << 20).expect("memory");
+        region.write_at(0, &[9; 2 << 20]).expect("inside");
+        let io = Io::inline(device).expect("a queue");
+        io.run(vec![Request::write(0, vec![region.span(0..2 << 20)], false)]).expect("written");
+        io.run(vec![Request::discard(4096, (2 << 20) - 8192)]).unwrap_or_else(|error| panic!("{options}: {error}"));
+        let contents = sim.contents(1, false);
+        let kept = |byte: usize| contents[byte..byte + 4096] == [9; 4096];
+        assert!(kept(0) && kept((2 << 20) - 4096), "{options}");
+        assert!(contents[4096..(2 << 20) - 4096].iter().all(|byte| *byte == 0), "{options}");
+    }
+}
+
+#[test]
 fn namespaces_are_apart_and_one_that_is_not_there_is_named() {
     let sim = controller(",namespaces=2");
     let device = sim.attach("ns=2").expect("the driver comes up");

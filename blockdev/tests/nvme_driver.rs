@@ -200,18 +200,108 @@ fn memory_for_reading_only_is_written_from_and_never_into() {
 
 #[test]
 fn after_a_subsystem_reset_no_flush_says_that_lost_writes_are_durable() {
+    // The driver answers to an error of the bus with a reset of the function, which clears NSSRO.
+    for bus_error in [false, true] {
+        let sim = controller("");
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=50ms").expect("the driver comes up");
+        let io = Io::inline(device.clone()).expect("a queue");
+        let (region, _) = patterned(4096);
+        io.run(vec![Request::write(0, vec![region.span(0..4096)], false)]).expect("written, to the cache");
+        sim.subsystem_reset();
+        if bus_error {
+            sim.report_bus_error();
+        }
+        let error = io.run(vec![Request::flush()]).expect_err("what it covers may be lost");
+        assert!(matches!(error, Error::Controller { what, .. } if what.contains("NSSRO")), "{error}");
+        drop(io);
+        drop(device);
+        let io = Io::inline(sim.attach("").expect("it comes up again")).expect("a queue");
+        io.run(vec![Request::flush()]).expect("it works");
+    }
+}
+
+#[test]
+fn after_power_was_lost_no_flush_says_that_lost_writes_are_durable() {
+    for seed in 0..8 {
+        let sim = controller(&format!(",seed={seed}"));
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=200ms").expect("the driver comes up");
+        let io = Io::inline(device.clone()).expect("a queue");
+        let (region, _) = patterned(1 << 20);
+        io.run(vec![Request::write(0, vec![region.span(0..1 << 20)], false)]).expect("written, to the cache");
+        sim.power_cut();
+        sim.power_on();
+        let error = io.run(vec![Request::flush()]).expect_err("what it covers may be lost");
+        // The supervisor may look while power is off.
+        assert!(matches!(error, Error::Controller { .. } | Error::Gone { .. }), "seed {seed}: {error}");
+        drop(io);
+        drop(device);
+        let io = Io::inline(sim.attach("").expect("it comes up again")).expect("a queue");
+        io.run(vec![Request::flush()]).expect("it works");
+    }
+}
+
+#[test]
+fn without_a_volatile_cache_a_loss_of_power_or_a_subsystem_reset_loses_nothing() {
+    for lose in [SimController::subsystem_reset, |sim: &SimController| {
+        sim.power_cut();
+        sim.power_on();
+    }] {
+        let sim = controller(",vwc=off");
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=5s").expect("the driver comes up");
+        let io = Io::inline(device).expect("a queue");
+        let (region, bytes) = patterned(4096);
+        io.run(vec![Request::write(0, vec![region.span(0..4096)], false)]).expect("written");
+        // Once the supervisor does not look any more: it does for a tick behind the last command.
+        std::thread::sleep(Duration::from_secs(1));
+        lose(&sim);
+        region.zero_at(0, 4096).expect("inside");
+        io.run(vec![Request::read(0, vec![region.span(0..4096)])]).expect("the controller is brought up again");
+        let mut read = vec![0; 4096];
+        region.read_at(0, &mut read).expect("inside");
+        assert!(read == bytes);
+    }
+}
+
+#[test]
+fn where_the_controller_does_not_tell_of_lost_power_it_counts_as_lost_unless_the_driver_began_the_reset() {
+    for (effect, answer, lost) in [
+        (Effect::Reset, Effect::Status(0, 6), true),
+        (Effect::Reset, Effect::Lose, true),
+        (Effect::Fatal, Effect::Status(0, 6), false),
+        // A controller that does not answer at all is not one that came back.
+        (Effect::Fatal, Effect::Lose, true),
+    ] {
+        let sim = controller("");
+        let device: Arc<dyn BlockDevice> = sim.attach("timeout=100ms").expect("the driver comes up");
+        let io = Io::inline(device.clone()).expect("a queue");
+        sim.inject(Fault::new(On::LogPage, answer));
+        sim.inject(Fault::new(On::Flush, effect).once());
+        let started = Instant::now();
+        let flushed = io.run(vec![Request::flush()]);
+        assert_eq!(flushed.is_err(), lost, "{effect:?}, {answer:?}: {flushed:?}");
+        assert!(started.elapsed() < PATIENCE / 2, "{effect:?}, {answer:?}: {:?}", started.elapsed());
+    }
+}
+
+#[test]
+fn a_queue_that_cannot_be_deleted_holds_up_no_recovery() {
     let sim = controller("");
-    let device: Arc<dyn BlockDevice> = sim.attach("timeout=50ms").expect("the driver comes up");
-    let io = Io::inline(device.clone()).expect("a queue");
+    let device = sim.attach("timeout=40s").expect("the driver comes up");
+    let (first, second) = (device.open_queue().expect("a queue"), device.open_queue().expect("a second"));
     let (region, _) = patterned(4096);
-    io.run(vec![Request::write(0, vec![region.span(0..4096)], false)]).expect("written, to the cache");
-    sim.subsystem_reset();
-    let error = io.run(vec![Request::flush()]).expect_err("what it covers may be lost");
-    assert!(matches!(error, Error::Controller { what, .. } if what.contains("NSSRO")), "{error}");
-    drop(io);
-    drop(device);
-    let io = Io::inline(sim.attach("").expect("it comes up again")).expect("a queue");
-    io.run(vec![Request::flush()]).expect("it works");
+    device.map(&region).expect("mapped");
+    let (hits, hit) = (sim.hits(), |hits| eventually("the fault hits", || sim.hits() > hits));
+    sim.inject(Fault::new(On::Admin, Effect::Lose).once());
+    let closing = std::thread::spawn(move || drop(second));
+    hit(hits);
+    sim.inject(Fault::new(On::Read, Effect::Reset).once());
+    let started = Instant::now();
+    first.submit(&mut vec![Request::read(0, vec![region.span(0..4096)])]);
+    assert!(collect(&*first, 1).remove(0).result.is_ok(), "after a reset by the supervisor");
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    closing.join().expect("it ends");
+    drop(first);
+    device.unmap(&region);
 }
 
 #[test]

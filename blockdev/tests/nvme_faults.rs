@@ -233,6 +233,7 @@ fn a_controller_that_something_else_reset_is_brought_up_again() {
 #[test]
 fn an_error_of_the_bus_is_recovered_from_whether_commands_are_in_flight_or_not() {
     let mut bench = Bench::with_driver("mdts=4", PATIENT);
+    bench.sim.reset_function();
     bench.sim.report_bus_error();
     bench.exercise(2).into_iter().for_each(|result| result.expect("after an error while it was idle"));
     bench.sim.inject(Fault::new(On::Read, Effect::Hold).once());
@@ -242,10 +243,27 @@ fn an_error_of_the_bus_is_recovered_from_whether_commands_are_in_flight_or_not()
             while sim.stalled() == 0 {
                 std::thread::sleep(Duration::from_millis(1));
             }
+            sim.reset_function();
             sim.report_bus_error();
         });
         bench.exercise(3).into_iter().for_each(|result| result.expect("after an error in mid-flight"));
     });
+}
+
+#[test]
+fn a_controller_that_an_error_of_the_bus_takes_away_for_a_moment_is_waited_for() {
+    let mut bench = Bench::with_driver("vwc=off", PATIENT);
+    // The supervisor does not look any more: it does for a tick behind the last command.
+    std::thread::sleep(Duration::from_millis(1200));
+    let sim = bench.sim.clone();
+    sim.power_cut();
+    sim.report_bus_error();
+    let back = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        sim.power_on();
+    });
+    bench.exercise(2).into_iter().for_each(|result| result.expect("it is back"));
+    back.join().expect("power is on");
 }
 
 #[test]
@@ -326,6 +344,19 @@ fn closing_ends_whatever_the_controller_does() {
         assert!(started.elapsed() < PATIENCE, "{fault:?}");
         assert_eq!((sim.dma_faults(), sim.mapped()), (vec![], 0), "{fault:?}");
     }
+}
+
+#[test]
+fn a_shutdown_that_never_ends_is_not_waited_for_as_long_as_the_controller_says() {
+    // It says 71 minutes.
+    let sim = SimController::new("sim:test,memory=1M,rtd3e=4294967295,fault=lose:on=shutdown", OpenMode::ReadWrite);
+    let device = sim.expect("a controller").attach("timeout=50ms").expect("the driver comes up");
+    let (closed, closes) = mpsc::channel();
+    std::thread::spawn(move || {
+        drop(device);
+        closed.send(()).expect("the test listens");
+    });
+    closes.recv_timeout(PATIENCE).expect("it is closed");
 }
 
 #[test]

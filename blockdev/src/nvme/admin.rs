@@ -42,6 +42,8 @@ struct CommandSlots {
     events: Vec<u32>,
     /// Whether a command was given up. Only a reset gets its slot back.
     late: bool,
+    /// Whether the controller was enabled since it stopped last.
+    enabled: bool,
 }
 
 enum Slot {
@@ -62,7 +64,8 @@ impl Admin {
     pub(super) fn new(name: Arc<str>, transport: Arc<dyn Transport>, dma: Arc<Dma>, stride: usize) -> Result<Self> {
         let pair = QueuePair::new(transport.clone(), &dma, 0, ENTRIES, stride)?;
         let slots = (0..ENTRIES - 1).map(|_| Slot::Free).collect();
-        Ok(Self { name, transport, dma, state: Mutex::new(CommandSlots { pair, slots, events: Vec::new(), late: false }) })
+        let state = Mutex::new(CommandSlots { pair, slots, events: Vec::new(), late: false, enabled: false });
+        Ok(Self { name, transport, dma, state })
     }
 
     /// Entries, address of the submission queue, address of the completion queue.
@@ -75,7 +78,7 @@ impl Admin {
     pub(super) fn restart(&self) {
         let mut state = self.state.lock();
         state.pair.restart();
-        state.late = false;
+        (state.late, state.enabled) = (false, false);
         for slot in &mut state.slots {
             *slot = match std::mem::replace(slot, Slot::Free) {
                 Slot::Busy(_) | Slot::Lost => Slot::Lost,
@@ -84,6 +87,11 @@ impl Admin {
                 Slot::Free | Slot::Orphan { .. } | Slot::AsyncEvent => Slot::Free,
             };
         }
+    }
+
+    /// The controller is ready. What was to be sent meanwhile is sent from now on.
+    pub(super) fn enabled(&self) {
+        self.state.lock().enabled = true;
     }
 
     /// Uses shadow doorbells from now on.
@@ -176,13 +184,15 @@ impl Admin {
         let mut cid = None;
         let mut nap = NAPS[0];
         loop {
-            // A controller that failed, or is gone (all ones), will not answer.
-            let over = started.elapsed() >= timeout || nap == NAPS[1] && self.transport.read32(reg::CSTS) & csts::CFS != 0;
+            // A controller that failed, is gone (all ones), or was reset by something else since
+            // the command was sent will not answer. Its caller may keep the supervisor from the
+            // reset.
+            let over = started.elapsed() >= timeout || nap == NAPS[1] && self.will_not_answer(cid.is_some());
             let mut state = self.state.lock();
             state.collect(&self.name);
             match cid {
                 None => {
-                    if let Some(free) = state.free_slot() {
+                    if let Some(free) = state.free_slot().filter(|_| state.enabled) {
                         cid = Some(free);
                         command.cid = U16::new(free as u16);
                         state.slots[free] = Slot::Busy(data.take().expect("it is put into a slot once"));
@@ -209,6 +219,13 @@ impl Admin {
             std::thread::sleep(nap);
             nap = (nap * 2).min(NAPS[1]);
         }
+    }
+
+    /// Whether the registers say that commands are not answered any more. Before one is `sent`,
+    /// the controller may be on its way up.
+    fn will_not_answer(&self, sent: bool) -> bool {
+        let status = self.transport.read32(reg::CSTS);
+        status & csts::CFS != 0 || sent && status & csts::RDY == 0
     }
 
     fn judge(&self, completion: &Cqe, what: &'static str) -> Result<u32> {

@@ -7,7 +7,6 @@
 //! submits or completes requests.
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -20,18 +19,23 @@ use super::io_queue::IoQueue;
 use super::options::{CompletionMode, Options};
 use super::queue::Shadow;
 use super::queue_setup::QueueSetup;
-use crate::spec::identify::{IdentifyController, oacs, sgls};
+use super::recovery::PowerLosses;
+use crate::spec::identify::{IdentifyController, IdentifyNvmController, oacs, sgls};
 use crate::spec::{Cap, Sqe, admin, async_event, cc, cns, csts, feature, reg};
 use crate::transport::Transport;
 use crate::transport::event::Event;
 use crate::{Error, Result};
 
 /// What a register reads as when there is no controller any more.
-const ALL_ONES: u32 = u32::MAX;
+pub(super) const ALL_ONES: u32 = u32::MAX;
 /// Commands that set the controller up may take at least this long.
 const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
-/// A shutdown may take at least this long.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+/// A shutdown may take this long, at the least and at the most, whatever the controller says: its
+/// word goes up to 71 minutes. The most is also so many times the command timeout.
+const SHUTDOWN_TIMEOUT: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
+const SHUTDOWN_PATIENCE: u32 = 100;
+/// The first version in which a controller may tell the limits of its NVM commands: 1.4.
+const LIMITS_SINCE: u32 = 0x0001_0400;
 /// The largest memory page. A PRP list names whole pages, and staging memory is handed out in
 /// them.
 const MAX_PAGE: u64 = 64 << 10;
@@ -53,7 +57,6 @@ pub(super) struct Core {
     identity: OnceLock<Box<IdentifyController>>,
     lifecycle: Mutex<Lifecycle>,
     broken: OnceLock<Error>,
-    pub(super) stopping: AtomicBool,
 }
 
 /// What changes with every reset.
@@ -63,6 +66,8 @@ pub(super) struct Lifecycle {
     shadow: Option<Arc<Shadow>>,
     /// I/O queue pairs that the controller granted.
     granted: u32,
+    /// As of the first bring-up, where a volatile cache makes it matter and the controller tells.
+    pub(super) power: Option<PowerLosses>,
 }
 
 impl Core {
@@ -107,7 +112,6 @@ impl Core {
             identity: OnceLock::new(),
             lifecycle: Mutex::default(),
             broken: OnceLock::new(),
-            stopping: AtomicBool::new(false),
         })
     }
 
@@ -126,9 +130,28 @@ impl Core {
         (mdts > 0).then(|| 1u64.checked_shl(self.cap.min_page().ilog2() + mdts)).flatten()
     }
 
+    /// The most logical blocks that a discard of one range covers; `None`: it tells of no limit.
+    pub(super) fn max_discard_blocks(&self) -> Result<Option<u64>> {
+        // Before, all would refuse the question, and many keep what they refused in their error
+        // log.
+        if self.identity().ver.get() < LIMITS_SINCE {
+            return Ok(None);
+        }
+        match self.admin.identify::<IdentifyNvmController>(cns::COMMAND_SET_CONTROLLER, 0, self.setup_timeout()) {
+            Ok(limits) => Ok([limits.dmrsl.get().into(), limits.dmsl.get()].into_iter().filter(|blocks| *blocks > 0).min()),
+            Err(Error::Admin { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Whether it takes SGLs that this driver can make: it aligns memory to four bytes anyway.
     pub(super) fn has_sgl(&self) -> bool {
         matches!(self.identity().sgls.get() & sgls::SUPPORT_MASK, sgls::BYTES | sgls::DWORDS)
+    }
+
+    /// Whether writes that completed are lost with power unless they are flushed.
+    pub(super) fn has_volatile_cache(&self) -> bool {
+        self.identity().vwc & 1 != 0
     }
 
     /// I/O queues that can be open at once.
@@ -229,6 +252,7 @@ impl Core {
         let config = cc::EN | page_size << cc::MPS_SHIFT | cc::IOSQES_64 | cc::IOCQES_16;
         self.transport.write32(reg::CC, config);
         self.wait_status(csts::RDY, csts::RDY, self.ready_timeout(), "does not become ready (CSTS.RDY stays clear)")?;
+        self.admin.enabled();
 
         let timeout = self.setup_timeout();
         let identity: Box<IdentifyController> = Box::new(self.admin.identify(cns::CONTROLLER, 0, timeout)?);
@@ -414,15 +438,10 @@ impl Core {
             // RTD3 Entry Latency says how long it may take, in microseconds, where the controller
             // tells.
             let told = self.identity.get().map_or(0, |identity| identity.rtd3e.get());
-            let timeout = Duration::from_micros(told.into()).max(SHUTDOWN_TIMEOUT);
+            let most = SHUTDOWN_TIMEOUT[1].min(self.options.timeout * SHUTDOWN_PATIENCE);
+            let timeout = Duration::from_micros(told.into()).max(SHUTDOWN_TIMEOUT[0]).min(most);
             self.wait_status(csts::SHST_MASK, csts::SHST_COMPLETE, timeout, "does not finish its shutdown (CSTS.SHST)")?;
         }
         self.disable()
-    }
-
-    /// Ends the supervisor.
-    pub(super) fn stop(&self) {
-        self.stopping.store(true, Ordering::Release);
-        self.event.signal();
     }
 }

@@ -36,8 +36,11 @@ const DEVICE_STEP: u64 = 1 << 30;
 pub(crate) struct Dma {
     transport: Arc<dyn Transport>,
     domain: Domain,
-    /// Granularity of mappings in bytes: a page of the host, at least.
+    /// Granularity of IOVAs in bytes: the larger of the controller's page and the host's.
     page: u64,
+    /// Granularity of what is mapped: a page of the host. Behind the last of a region there is
+    /// memory of others, or none.
+    host_page: u64,
     /// Whether the controller was shut off from all memory, for good. Set under `state`.
     fenced: AtomicBool,
     state: Mutex<AddressSpace>,
@@ -54,11 +57,17 @@ struct AddressSpace {
 }
 
 /// IOVAs that one region has.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Mapping {
+    /// Bytes that are mapped.
     len: u64,
+    /// Bytes of IOVAs.
+    reserved: u64,
     /// Bytes that one system call mapped; the last step may be shorter.
     step: u64,
+    /// Memory of another device, which that could give to another program when the last handle
+    /// goes. Host memory is pinned by the mapping itself.
+    device_memory: Option<Arc<Region>>,
 }
 
 impl Mapping {
@@ -72,12 +81,14 @@ impl Mapping {
 impl Dma {
     /// An empty address space. `page` is the controller's memory page.
     pub(crate) fn new(transport: Arc<dyn Transport>, page: u64) -> Arc<Self> {
-        let page = page.max(rustix::param::page_size() as u64);
+        let host_page = rustix::param::page_size() as u64;
+        let page = page.max(host_page);
         let iovas = IovaAllocator::new(&transport.iova_ranges(), page);
         Arc::new(Self {
             transport,
             domain: Domain::new(),
             page,
+            host_page,
             fenced: AtomicBool::new(false),
             state: Mutex::new(AddressSpace { iovas, live: BTreeMap::new(), changing: HashSet::new() }),
             settled: Condvar::new(),
@@ -95,21 +106,24 @@ impl Dma {
     /// # Errors
     /// What the transport says of the memory; [`Error::Gone`] after [`Dma::fence`]. Nothing of the
     /// region is then mapped.
-    pub(crate) fn map(&self, region: &Region) -> Result<()> {
+    pub(crate) fn map(&self, region: &Arc<Region>) -> Result<()> {
         let mut state = self.change(region);
         if self.address(region).is_some() {
             self.settle(state, region);
             return Ok(());
         }
-        let len = (region.len() as u64).next_multiple_of(self.page);
+        let len = (region.len() as u64).next_multiple_of(self.host_page);
+        let reserved = len.next_multiple_of(self.page);
         let align = LARGE_PAGES.into_iter().find(|large| len >= *large).unwrap_or(self.page).max(self.page);
-        let Some(iova) = state.iovas.allocate(len, align) else {
+        let Some(iova) = state.iovas.allocate(reserved, align) else {
             self.settle(state, region);
             return Err(Error::Memory { action: "mapping for DMA", len: len as usize, errno: libc::ENOSPC });
         };
         drop(state);
 
-        let mapping = Mapping { len, step: if region.is_device_memory() { DEVICE_STEP } else { HOST_STEP } };
+        let device_memory = region.is_device_memory().then(|| region.clone());
+        let step = if device_memory.is_some() { DEVICE_STEP } else { HOST_STEP };
+        let mapping = Mapping { len, reserved, step, device_memory };
         let mut mapped = 0;
         let mut result = Ok(());
         for step in mapping.steps() {
@@ -125,13 +139,13 @@ impl Dma {
                 reason: "the memory is mapped for too many devices at once; unregister it from one of them".into(),
             });
         }
-        let left = if result.is_err() { self.unmap_steps(iova, &Mapping { len: mapped, ..mapping }) } else { Ok(()) };
+        let left = if result.is_err() { self.unmap_steps(iova, &Mapping { len: mapped, ..mapping.clone() }) } else { Ok(()) };
 
         let mut state = self.state.lock();
         if result.is_ok() || left.is_err() {
             state.live.insert(iova, mapping);
         } else {
-            state.iovas.free(iova, len);
+            state.iovas.free(iova, reserved);
         }
         self.settle(state, region);
         if let Err(error) = left {
@@ -169,7 +183,7 @@ impl Dma {
         let unmapped = self.unmap_steps(iova, &mapping);
         let mut state = self.state.lock();
         match unmapped {
-            Ok(()) => state.iovas.free(iova, mapping.len),
+            Ok(()) => state.iovas.free(iova, mapping.reserved),
             // Its IOVAs are never given out again.
             Err(_) => drop(state.live.insert(iova, mapping)),
         }
@@ -191,7 +205,7 @@ impl Dma {
         let mut fenced = Ok(());
         for (iova, mapping) in std::mem::take(&mut state.live) {
             match self.unmap_steps(iova, &mapping) {
-                Ok(()) => state.iovas.free(iova, mapping.len),
+                Ok(()) => state.iovas.free(iova, mapping.reserved),
                 Err(error) => {
                     state.live.insert(iova, mapping);
                     fenced = fenced.and(Err(error));
@@ -201,12 +215,15 @@ impl Dma {
         fenced
     }
 
-    /// Unmaps what of a mapping is mapped; all that can be.
+    /// Unmaps what of a mapping is mapped; all that can be. What stays mapped is never given back.
     fn unmap_steps(&self, iova: u64, mapping: &Mapping) -> Result<()> {
         let mut result = Ok(());
         for step in mapping.steps() {
             let unmapped = self.transport.unmap(iova + step.start, (step.end - step.start) as usize);
             result = result.and(unmapped);
+        }
+        if result.is_err() {
+            std::mem::forget(mapping.device_memory.clone());
         }
         result
     }

@@ -14,8 +14,6 @@ use crate::{Error, Op, Region, Request, Result};
 
 /// The most blocks of a write-zeroes command: its length has 16 bits.
 const MAX_ZERO_BLOCKS: u64 = 1 << 16;
-/// The most bytes of a discard command, so that none takes for ever.
-const MAX_DISCARD: u64 = 1 << 30;
 
 /// A queue's lists and its bounce buffer.
 pub(super) struct Encoder {
@@ -100,7 +98,7 @@ impl Encoder {
                 (len, None)
             }
             Op::Discard => {
-                let len = left.min(MAX_DISCARD);
+                let len = left.min(self.setup.max_discard);
                 let range = DsmRange { attributes: U32::new(0), blocks: U32::new((len / block) as u32), start: U64::new(start) };
                 list.memory.write(list.offset, &range);
                 sqe.opcode = nvm::DATASET_MANAGEMENT;

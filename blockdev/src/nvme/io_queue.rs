@@ -486,8 +486,8 @@ impl IoQueue {
     /// that completed before it was submitted. Those may be in the volatile cache still. A
     /// controller level reset ends queues and commands and resets registers (Base 3.7.2), whether
     /// through CC.EN or of the PCI function; what empties a volatile cache (Base 5.27.1.4) is loss
-    /// of power. A reset of the whole subsystem may be one, so that after it nothing is repeated
-    /// ([`super::recovery`]).
+    /// of power. [`super::recovery`] finds out before whether there may have been one, also where
+    /// the controller only seems to have been reset by something else; then nothing is repeated.
     pub(super) fn resume(&self) {
         let mut state = self.state.lock();
         if matches!(state.mode, Mode::Broken(_)) {

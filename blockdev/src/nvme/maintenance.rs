@@ -69,7 +69,7 @@ pub struct ControllerInfo {
 pub struct NamespaceInfo {
     /// Its number.
     pub id: u32,
-    /// Bytes on it.
+    /// Bytes on it; 0 if what it says cannot be.
     pub len: u64,
     /// Bytes of a logical block.
     pub logical_block: u32,
@@ -231,7 +231,7 @@ impl Controller {
             });
             Ok(NamespaceInfo {
                 id,
-                len: identity.nsze.get().checked_shl(current.lbads.into()).unwrap_or(0),
+                len: identity.bytes().unwrap_or(0),
                 logical_block: 1u32.checked_shl(current.lbads.into()).unwrap_or(0),
                 metadata: current.ms.get(),
                 read_only: identity.nsattr & 1 != 0,
@@ -415,4 +415,30 @@ impl Controller {
 fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OpenMode;
+    use crate::device_name::DeviceName;
+    use crate::sim::{Effect, Fault, On, SimController};
+
+    #[test]
+    fn a_controller_that_comes_up_at_the_second_try_is_looked_after() {
+        let sim = SimController::new("sim:test,memory=1M", OpenMode::ReadWrite).expect("a controller");
+        let mut name = DeviceName::parse("sim:test,timeout=500ms").expect("a backend");
+        let options = Options::take(&mut name).expect("options");
+        let controller = Controller::new(name.device(), sim.clone(), options).expect("a controller");
+        sim.inject(Fault::new(On::Enable, Effect::Lose).once());
+        controller.identify().expect_err("it does not come up");
+        controller.identify().expect("now it does");
+        // What the host asks for, the supervisor hears.
+        sim.request_release();
+        let started = Instant::now();
+        while controller.identify().is_ok() {
+            assert!(started.elapsed() < Duration::from_secs(60), "the controller has no supervisor");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }

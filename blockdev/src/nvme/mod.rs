@@ -17,6 +17,7 @@ mod encoder;
 mod io_queue;
 mod iova;
 mod maintenance;
+mod namespace;
 mod options;
 mod queue;
 mod queue_setup;
@@ -25,6 +26,7 @@ mod scatter;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -32,6 +34,7 @@ pub use maintenance::{BlockFormat, Controller, ControllerInfo, Erase, ErrorEntry
 
 use controller::Core;
 use io_queue::IoQueue;
+use namespace::Namespace;
 pub(crate) use options::Options;
 use queue_setup::QueueSetup;
 use scatter::Limits;
@@ -44,29 +47,34 @@ use crate::{BlockDevice, Completion, Error, Geometry, Length, NoPeerToPeer, Open
 
 /// Bytes of a chunk of a queue's bounce buffer.
 const BOUNCE: u64 = 128 << 10;
+/// The most bytes of a discard command, so that none takes for ever.
+const MAX_DISCARD: u64 = 1 << 30;
 /// PRPs and many SGLs take addresses that are multiples of this (Base 4.1.1).
 const MEMORY_ALIGNMENT: u32 = 4;
 
 /// A controller that is up, and the thread that looks after it.
 struct Running {
     core: Arc<Core>,
+    /// Ends this supervisor. The controller may be brought up again, with another.
+    stopping: Arc<AtomicBool>,
     supervisor: Option<JoinHandle<()>>,
 }
 
 impl Running {
     /// Brings a controller up.
     fn start(core: Arc<Core>) -> Result<Arc<Self>> {
-        let mut running = Self { core, supervisor: None };
+        let mut running = Self { core, stopping: Arc::default(), supervisor: None };
         let core = &running.core;
         {
             let mut lifecycle = core.lifecycle();
             core.disable()?;
             core.take_subsystem_reset()?;
             core.enable(&mut lifecycle)?;
+            core.note_power(&mut lifecycle)?;
         }
-        let core = core.clone();
+        let (core, stopping) = (core.clone(), running.stopping.clone());
         let name = core.name.clone();
-        let spawned = std::thread::Builder::new().name("nvme".into()).spawn(move || recovery::supervise(&core));
+        let spawned = std::thread::Builder::new().name("nvme".into()).spawn(move || recovery::supervise(&core, &stopping));
         running.supervisor = Some(spawned.map_err(|error| Error::System {
             device: name,
             action: "starting the supervisor thread of the controller",
@@ -78,7 +86,8 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.core.stop();
+        self.stopping.store(true, Ordering::Release);
+        self.core.event.signal();
         if let Some(supervisor) = self.supervisor.take()
             && supervisor.join().is_err()
         {
@@ -108,38 +117,28 @@ impl NvmeDevice {
             return Err(unsupported(format!("has no namespace {namespace}; it has {active:?}, to be named as ns=N")));
         }
         let identity: IdentifyNamespace = core.admin.identify(cns::NAMESPACE, namespace, timeout)?;
-        let format = identity.lbaf[identity.format()];
-        if format.ms.get() > 0 || identity.dps & 7 != 0 {
-            let reason = format!(
-                "namespace {namespace} has {} bytes of metadata a block, which is not supported; format it without",
-                format.ms
-            );
-            return Err(unsupported(reason));
-        }
-        if !(9..=12).contains(&format.lbads) {
-            let reason = format!("namespace {namespace} has blocks of 2^{} bytes; 512 to 4096 are supported", format.lbads);
-            return Err(unsupported(reason));
-        }
+        let Namespace { len, logical_block } = Namespace::judge(&name, namespace, &identity)?;
         let controller = core.identity();
-        let logical_block = 1u32 << format.lbads;
         let sgl = core.options.sgl && core.has_sgl();
         let limits = Limits::new(logical_block.into(), core.page, core.max_transfer(), sgl, BOUNCE);
         let supports = |bit: u16| controller.oncs.get() & bit != 0;
         let geometry = Geometry {
-            len: Length::new(identity.nsze.get() << format.lbads),
+            len: Length::new(len),
             logical_block,
             memory_alignment: MEMORY_ALIGNMENT,
             max_transfer: limits.max_transfer as u32,
             queue_depth: core.depth(),
             max_queues: core.max_queues(),
-            volatile_cache: controller.vwc & 1 != 0,
+            volatile_cache: core.has_volatile_cache(),
             discard: supports(oncs::DATASET_MANAGEMENT),
             write_zeroes: supports(oncs::WRITE_ZEROES),
             read_only: mode == OpenMode::ReadOnly || identity.nsattr & 1 != 0,
         };
-        tracing::debug!(device = %name, ?geometry, ?limits, "opened");
-        let setup =
-            QueueSetup { name, geometry, namespace, limits, completion: core.completion(), timeout: core.options.timeout };
+        let most_blocks = if geometry.discard { core.max_discard_blocks()? } else { None };
+        let max_discard = most_blocks.map_or(MAX_DISCARD, |blocks| MAX_DISCARD.min(blocks.saturating_mul(logical_block.into())));
+        tracing::debug!(device = %name, ?geometry, ?limits, max_discard, "opened");
+        let (completion, timeout) = (core.completion(), core.options.timeout);
+        let setup = QueueSetup { name, geometry, namespace, limits, max_discard, completion, timeout };
         Ok(Self { running, setup: Arc::new(setup) })
     }
 }
@@ -181,7 +180,14 @@ impl BlockDevice for NvmeDevice {
     fn look_again(&self) -> Result<u64> {
         let (core, QueueSetup { namespace, geometry, .. }) = (&self.running.core, &*self.setup);
         let identity: IdentifyNamespace = core.admin.identify(cns::NAMESPACE, *namespace, core.setup_timeout())?;
-        Ok(geometry.len.grow(identity.nsze.get().saturating_mul(geometry.logical_block.into())))
+        let Namespace { len, logical_block } = Namespace::judge(&self.setup.name, *namespace, &identity)?;
+        if logical_block != geometry.logical_block {
+            let was = geometry.logical_block;
+            let reason =
+                format!("namespace {namespace} was formatted from blocks of {was} to {logical_block} bytes while it was open");
+            return Err(Error::Unsupported { device: self.setup.name.clone(), reason });
+        }
+        Ok(geometry.len.grow(len))
     }
 }
 
@@ -213,5 +219,31 @@ impl Drop for NvmeQueue {
     fn drop(&mut self) {
         self.queue.drain();
         self.running.core.close_queue(&self.queue);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::little_endian::U32;
+
+    use super::*;
+    use crate::device_name::DeviceName;
+    use crate::sim::SimController;
+    use crate::spec::{Sqe, admin};
+
+    #[test]
+    fn a_namespace_that_was_formatted_anew_is_not_looked_at_as_what_it_was() {
+        let sim = SimController::new("sim:test,memory=1M", OpenMode::ReadWrite).expect("a controller");
+        let mut name = DeviceName::parse("sim:test").expect("a backend");
+        let options = Options::take(&mut name).expect("options");
+        let device = NvmeDevice::open(name.device(), sim, options, OpenMode::ReadWrite).expect("it opens");
+        assert_eq!(device.look_again(), Ok(1 << 20));
+        // Format 1 has blocks of 4096 bytes.
+        let format = Sqe { opcode: admin::FORMAT_NVM, nsid: U32::new(1), cdw10: U32::new(1), ..Sqe::default() };
+        let core = &device.running.core;
+        core.admin.run(format, "Format NVM", core.setup_timeout()).expect("formatted");
+        let error = device.look_again().expect_err("its blocks are others").to_string();
+        assert!(error.contains("4096") && error.contains("512"), "{error}");
+        assert_eq!(device.geometry().len.get(), 1 << 20);
     }
 }

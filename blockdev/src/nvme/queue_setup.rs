@@ -12,6 +12,8 @@ pub(super) struct QueueSetup {
     pub(super) geometry: Geometry,
     pub(super) namespace: u32,
     pub(super) limits: Limits,
+    /// The most bytes of a discard command, a multiple of the logical block.
+    pub(super) max_discard: u64,
     pub(super) completion: CompletionMode,
     pub(super) timeout: Duration,
 }

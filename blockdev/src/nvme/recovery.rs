@@ -8,10 +8,10 @@
 //! never given back.
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::controller::{Core, Lifecycle};
+use super::controller::{ALL_ONES, Core, Lifecycle};
 use super::io_queue::{IoQueue, Overdue};
 use crate::spec::Status;
 use crate::spec::log::{ErrorEntry, SmartLog};
@@ -27,6 +27,9 @@ use zerocopy::little_endian::U32;
 const TICKS: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(500)];
 /// What an Abort gets before the controller is reset: so many parts of the command timeout.
 const GRACE: u32 = 4;
+/// How long the host's recovery of the bus may take, and how often the supervisor looks.
+const BUS_PATIENCE: Duration = Duration::from_secs(10);
+const BUS_NAP: Duration = Duration::from_millis(50);
 
 /// What a reset begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,11 +40,27 @@ enum Reset {
     Function,
 }
 
-/// The supervisor's thread, until [`Core::stop`].
-pub(super) fn supervise(core: &Arc<Core>) {
+/// What was true of the controller when its reset began.
+#[derive(Debug, Clone, Copy)]
+struct Before {
+    /// It had been reset by something else than its driver, for all that is known.
+    stopped: bool,
+    /// Its whole subsystem had been reset.
+    subsystem_reset: bool,
+}
+
+/// How often a controller lost power, as its SMART log says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PowerLosses {
+    cycles: u128,
+    unsafe_shutdowns: u128,
+}
+
+/// The supervisor's thread, until `stopping` is set and the core's event signalled.
+pub(super) fn supervise(core: &Core, stopping: &AtomicBool) {
     let tick = (core.options.timeout / 4).clamp(TICKS[0], TICKS[1]);
     let mut busy = false;
-    while !core.stopping.load(Ordering::Acquire) {
+    while !stopping.load(Ordering::Acquire) {
         if core.broken().is_some() {
             core.event.wait(None);
             continue;
@@ -50,7 +69,7 @@ pub(super) fn supervise(core: &Arc<Core>) {
         let notices = release.into_iter().chain(bus_error.map(AsFd::as_fd));
         wait_any(&std::iter::once(core.event.as_fd()).chain(notices).collect::<Vec<BorrowedFd<'_>>>(), Some(tick));
         core.event.drain();
-        if core.stopping.load(Ordering::Acquire) {
+        if stopping.load(Ordering::Acquire) {
             return;
         }
         if release.is_some_and(is_signalled) {
@@ -147,8 +166,14 @@ impl Core {
         for queue in lifecycle.queues.values() {
             queue.pause();
         }
+        let status = self.transport.read32(reg::CSTS);
+        let before = Before {
+            stopped: reset == Reset::Function || status == ALL_ONES || status & csts::RDY == 0,
+            // A reset of the function may clear it.
+            subsystem_reset: status != ALL_ONES && status & csts::NSSRO != 0,
+        };
         if reset == Reset::Function {
-            self.transport.reset()?;
+            self.reset_function()?;
         }
         if let Err(error) = self.disable() {
             if matches!(error, Error::Gone { .. }) {
@@ -158,19 +183,27 @@ impl Core {
             self.transport.reset()?;
             self.disable()?;
         }
-        if self.take_subsystem_reset()? {
-            // Writes that completed and were not flushed may be lost, and a flush from now on
-            // would not say so.
-            let what = "was reset with its whole subsystem (CSTS.NSSRO): writes that were not flushed may be lost";
-            return Err(Error::Controller { device: self.name.clone(), what });
-        }
-        self.rebuild(&mut lifecycle)?;
+        self.rebuild(&mut lifecycle, before)?;
         tracing::info!(device = %self.name, queues = lifecycle.queues.len(), "the controller is back");
         Ok(())
     }
 
+    /// Resets the PCI function after an error of the bus, again until it answers. The host
+    /// recovers the bus meanwhile, and may do so under a reset; until then registers read as all
+    /// ones.
+    fn reset_function(&self) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            self.transport.reset()?;
+            if self.transport.read32(reg::CSTS) != ALL_ONES || started.elapsed() > BUS_PATIENCE {
+                return Ok(());
+            }
+            std::thread::sleep(BUS_NAP);
+        }
+    }
+
     /// Brings a stopped controller up with the queues that it had.
-    pub(super) fn rebuild(&self, lifecycle: &mut Lifecycle) -> Result<()> {
+    fn rebuild(&self, lifecycle: &mut Lifecycle, before: Before) -> Result<()> {
         // A queue that could not be deleted when its user let go of it: the controller does not
         // know it any more.
         lifecycle.queues.retain(|_, queue| !queue.is_abandoned());
@@ -178,6 +211,10 @@ impl Core {
             queue.restart();
         }
         self.enable(lifecycle)?;
+        if let Some(what) = self.may_have_lost_cache(lifecycle, before)? {
+            // A flush from now on would not say so.
+            return Err(Error::Controller { device: self.name.clone(), what });
+        }
         for queue in lifecycle.queues.values() {
             self.create(queue, lifecycle)?;
         }
@@ -185,6 +222,58 @@ impl Core {
             queue.resume();
         }
         Ok(())
+    }
+
+    /// Whether writes that completed and were not flushed may be lost, and why. The controller was
+    /// reset and is enabled again. A reset of a controller loses none (Base 3.7.2), and one of the
+    /// whole subsystem may. Loss of power does; a controller that had it is one that stopped by
+    /// itself and has no bit that says so, so that its SMART log has to tell.
+    fn may_have_lost_cache(&self, lifecycle: &Lifecycle, before: Before) -> Result<Option<&'static str>> {
+        let subsystem_reset = self.take_subsystem_reset()? || before.subsystem_reset;
+        if !self.has_volatile_cache() {
+            return Ok(None);
+        }
+        if subsystem_reset {
+            return Ok(Some("was reset with its whole subsystem (CSTS.NSSRO): writes that were not flushed may be lost"));
+        }
+        let now = match self.power_losses() {
+            Ok(now) => Some(now),
+            Err(error @ Error::Admin { .. }) => {
+                tracing::warn!(%error, "the SMART log, which says whether power was lost, cannot be read");
+                None
+            }
+            // It does not answer, as it would not when its queues are made.
+            Err(error) => return Err(error),
+        };
+        Ok(match (lifecycle.power, now) {
+            (Some(power), Some(now)) if power == now => None,
+            (Some(_), Some(_)) => Some("lost power, as its SMART log says: writes that were not flushed may be lost"),
+            _ if before.stopped => {
+                Some("was reset from outside and does not say whether it lost power: writes that were not flushed may be lost")
+            }
+            _ => None,
+        })
+    }
+
+    /// Notes how often power was lost until now: after a reset it tells whether it was again.
+    pub(super) fn note_power(&self, lifecycle: &mut Lifecycle) -> Result<()> {
+        lifecycle.power = None;
+        if self.has_volatile_cache() {
+            match self.power_losses() {
+                Ok(power) => lifecycle.power = Some(power),
+                Err(error @ Error::Admin { .. }) => {
+                    tracing::warn!(%error, "no SMART log: after a reset from outside, the write cache counts as lost");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn power_losses(&self) -> Result<PowerLosses> {
+        let log = self.admin.log_page(log_page::SMART, size_of::<SmartLog>(), self.setup_timeout())?;
+        let log = SmartLog::read_from_bytes(&log).expect("it has this length");
+        Ok(PowerLosses { cycles: log.power_cycles.get(), unsafe_shutdowns: log.unsafe_shutdowns.get() })
     }
 
     /// Gives the device back to the host: it is shut down while it still is there.

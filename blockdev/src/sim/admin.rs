@@ -10,7 +10,7 @@ use super::options::Sgls;
 use super::queues::{CompletionQueue, Shadow, SubmissionQueue};
 use super::{data, status};
 use crate::spec::Status;
-use crate::spec::identify::{IdentifyController, IdentifyNamespace, oacs, oncs, sgls};
+use crate::spec::identify::{IdentifyController, IdentifyNamespace, IdentifyNvmController, oacs, oncs, sgls};
 use crate::spec::{NSID_ALL, Sqe, admin, async_event, cns, feature};
 
 /// Sizes of a logical block, by LBA format.
@@ -164,6 +164,11 @@ impl Controller {
                 list[16..32].copy_from_slice(&identity.nguid);
                 self.answer(sqe, &list)
             }
+            cns::COMMAND_SET_CONTROLLER if sqe.cdw11.get() >> 24 == 0 => {
+                let mut identity = IdentifyNvmController::new_zeroed();
+                identity.dmrsl = U32::new(self.options.dmrsl);
+                self.answer(sqe, identity.as_bytes())
+            }
             _ => Err(status::INVALID_FIELD),
         }
     }
@@ -179,6 +184,7 @@ impl Controller {
         identity.fr = *FIRMWARE;
         identity.mdts = self.options.mdts;
         identity.ver = U32::new(VERSION);
+        identity.rtd3e = U32::new(self.options.rtd3e);
         identity.oaes = U32::new(async_event::NAMESPACE_CHANGED);
         identity.cntrltype = 1; // an I/O controller
         let shadow = if self.options.shadow_doorbells { oacs::DOORBELL_BUFFER } else { 0 };

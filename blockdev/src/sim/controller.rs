@@ -309,6 +309,7 @@ impl Controller {
     pub(super) fn power_on(&mut self) {
         self.reset();
         self.gone = false;
+        self.logs.power_cycles += 1;
     }
 
     /// A doorbell was written, `offset` bytes behind the first.

@@ -34,6 +34,8 @@ pub enum On {
     CreateQueue,
     /// Set Features (`set-features`).
     SetFeatures,
+    /// Get Log Page (`log-page`).
+    LogPage,
     /// Abort (`abort`).
     Abort,
     /// Setting CC.EN (`enable`). Lost, delayed or fatal.
@@ -71,6 +73,7 @@ impl On {
                 On::Identify => opcode == admin::IDENTIFY,
                 On::CreateQueue => matches!(opcode, admin::CREATE_CQ | admin::CREATE_SQ),
                 On::SetFeatures => opcode == admin::SET_FEATURES,
+                On::LogPage => opcode == admin::GET_LOG_PAGE,
                 On::Abort => opcode == admin::ABORT,
                 _ => false,
             },
@@ -92,6 +95,7 @@ impl On {
             "identify" => On::Identify,
             "create" => On::CreateQueue,
             "set-features" => On::SetFeatures,
+            "log-page" => On::LogPage,
             "abort" => On::Abort,
             "enable" => On::Enable,
             "disable" => On::Disable,

@@ -26,6 +26,7 @@ pub(super) struct Logs {
     /// Commands and bytes: read, written.
     commands: [u64; 2],
     bytes: [u64; 2],
+    pub(super) power_cycles: u64,
     pub(super) unsafe_shutdowns: u64,
     /// Kelvins.
     pub(super) temperature: u16,
@@ -41,6 +42,7 @@ impl Default for Logs {
             media_errors: 0,
             commands: [0; 2],
             bytes: [0; 2],
+            power_cycles: 1,
             unsafe_shutdowns: 0,
             temperature: 310,
             threshold: 343,
@@ -76,7 +78,7 @@ impl Logs {
         let units = |bytes: u64| U128::new(bytes.div_ceil(UNIT).into());
         (log.data_units_read, log.data_units_written) = (units(self.bytes[0]), units(self.bytes[1]));
         (log.host_reads, log.host_writes) = (U128::new(self.commands[0].into()), U128::new(self.commands[1].into()));
-        log.power_cycles = U128::new(1);
+        log.power_cycles = U128::new(self.power_cycles.into());
         log.unsafe_shutdowns = U128::new(self.unsafe_shutdowns.into());
         log.media_errors = U128::new(self.media_errors.into());
         log.error_log_entries = U128::new(self.error_count.into());

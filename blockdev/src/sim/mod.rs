@@ -171,7 +171,7 @@ impl SimController {
     }
 
     /// Gives the controller power after a power cut, or puts it back after it vanished. A driver
-    /// has to be attached anew.
+    /// that is attached finds it as after power-on, as one does after a brown-out.
     pub fn power_on(&self) {
         self.state().power_on();
     }
@@ -195,11 +195,14 @@ impl SimController {
         rustix::io::write(&self.release, &1u64.to_ne_bytes()).expect("the counter is not full");
     }
 
-    /// Reports an uncorrectable error of the bus, and resets the function, as the host does then
-    /// (PCI Express AER).
+    /// Reports an uncorrectable error of the bus (PCI Express AER).
     pub fn report_bus_error(&self) {
-        self.state().reset();
         self.bus_error.signal();
+    }
+
+    /// Resets the function, as the host may do after an error of the bus.
+    pub fn reset_function(&self) {
+        self.state().reset();
     }
 
     /// The accesses that its IOMMU refused so far.

@@ -79,8 +79,12 @@ impl Controller {
         }
         let through = !self.write_cache;
         let medium = &mut self.namespaces[namespace];
+        let most = Some(self.options.dmrsl).filter(|most| *most > 0);
         let parse = |range: &[u8]| {
             let range = DsmRange::read_from_bytes(range).expect("16 bytes");
+            if most.is_some_and(|most| range.blocks.get() > most) {
+                return Err(status::SIZE_LIMIT);
+            }
             bytes(medium, range.start.get(), range.blocks.get().into())
         };
         let ranges = list.chunks_exact(DSM_RANGE).map(parse).collect::<Result<Vec<_>, _>>()?;

@@ -49,6 +49,10 @@ pub(super) struct Options {
     pub(super) volatile_cache: bool,
     /// `vectors=N`: interrupts; 0 for none. Default 65.
     pub(super) vectors: u32,
+    /// `dmrsl=N`: logical blocks of the largest range of a deallocation; 0 is no limit. Default 0.
+    pub(super) dmrsl: u32,
+    /// `rtd3e=N`: how long a shutdown may take, in microseconds; 0: not told. Default 0.
+    pub(super) rtd3e: u32,
     /// `seed=N`: of everything that looks random. Default 0.
     pub(super) seed: u64,
     /// `inline=on|off`: whether commands are done by the thread that rings the doorbell, before it
@@ -97,6 +101,8 @@ impl Options {
             shadow_doorbells: name.take_as("dbbuf", "on or off", switch)?.unwrap_or(false),
             volatile_cache: name.take_as("vwc", "on or off", switch)?.unwrap_or(true),
             vectors: name.take_as("vectors", "a number from 0 to 2048", number(0..=2048))?.unwrap_or(65),
+            dmrsl: name.take_as("dmrsl", "a number of blocks", number(0..=u32::MAX))?.unwrap_or(0),
+            rtd3e: name.take_as("rtd3e", "a number of microseconds", number(0..=u32::MAX))?.unwrap_or(0),
             seed: name.take_as("seed", "a number", number(0..=u64::MAX))?.unwrap_or(0),
             inline: name.take_as("inline", "on or off", switch)?.unwrap_or(false),
             kept: in_memory.or(nowhere).unwrap_or(Kept::OnFiles),

@@ -37,6 +37,7 @@ pub(super) const INVALID_LOG_PAGE: Status = specific(0x09);
 pub(super) const INVALID_FORMAT: Status = specific(0x0a);
 pub(super) const INVALID_QUEUE_DELETION: Status = specific(0x0c);
 pub(super) const NOT_SAVEABLE: Status = specific(0x0d);
+pub(super) const SIZE_LIMIT: Status = specific(0x83);
 
 pub(super) const WRITE_FAULT: Status = Status::new(2, 0x80);
 pub(super) const UNRECOVERED_READ: Status = Status::new(2, 0x81);

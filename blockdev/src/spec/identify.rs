@@ -140,6 +140,21 @@ pub(crate) struct IdentifyNamespace {
     pub(crate) reserved_384: [u8; 3712],
 }
 
+/// Identify Controller of the NVM command set, CNS 06h (NVM 4.1.5.4). A limit of 0 is none.
+#[derive(Debug, Clone, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct IdentifyNvmController {
+    pub(crate) vsl: u8,
+    pub(crate) wzsl: u8,
+    pub(crate) wusl: u8,
+    pub(crate) dmrl: u8,
+    /// The most logical blocks of a range of Dataset Management.
+    pub(crate) dmrsl: U32,
+    /// The most logical blocks of all ranges of a Dataset Management command.
+    pub(crate) dmsl: U64,
+    pub(crate) reserved_16: [u8; 4080],
+}
+
 /// An LBA format (NVM figure 98).
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -158,9 +173,15 @@ impl IdentifyNamespace {
         let low = usize::from(self.flbas & 0xf);
         if self.nlbaf < 16 { low } else { low | usize::from(self.flbas >> 5 & 3) << 4 }
     }
+
+    /// Bytes on it, if they can be counted.
+    pub(crate) fn bytes(&self) -> Option<u64> {
+        1u64.checked_shl(self.lbaf[self.format()].lbads.into())?.checked_mul(self.nsze.get())
+    }
 }
 
 const _: () = assert!(size_of::<IdentifyController>() == 4096 && size_of::<IdentifyNamespace>() == 4096);
+const _: () = assert!(size_of::<IdentifyNvmController>() == 4096);
 const _: () = {
     use std::mem::offset_of;
     assert!(offset_of!(IdentifyController, oacs) == 256 && offset_of!(IdentifyController, sqes) == 512);

@@ -171,6 +171,8 @@ pub(crate) mod cns {
     pub(crate) const CONTROLLER: u8 = 0x01;
     pub(crate) const ACTIVE_NAMESPACES: u8 = 0x02;
     pub(crate) const DESCRIPTORS: u8 = 0x03;
+    /// Of a command set; the NVM command set is number 0.
+    pub(crate) const COMMAND_SET_CONTROLLER: u8 = 0x06;
 }
 
 /// Log page identifiers (Base figure 202).

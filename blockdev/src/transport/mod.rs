@@ -79,6 +79,7 @@ pub(crate) trait Transport: Send + Sync {
     fn bus_error(&self) -> Option<&Event>;
 
     /// Function-level reset. Afterwards the registers are as after power-on, and no command is in
-    /// flight.
+    /// flight. A function that has no such reset is only made reachable again. It may take some
+    /// seconds, while the host recovers the bus. The caller stops the controller afterwards.
     fn reset(&self) -> Result<()>;
 }

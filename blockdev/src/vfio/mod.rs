@@ -14,6 +14,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawF
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -44,6 +45,9 @@ const fn vfio_io(n: u32) -> libc::Ioctl {
     ((VFIO_TYPE as u32) << 8 | (VFIO_BASE + n)) as libc::Ioctl
 }
 const DEVICE_RESET: libc::Ioctl = vfio_io(11);
+/// How long the kernel may keep a device from being reset, and how often that is tried.
+const RESET_PATIENCE: Duration = Duration::from_secs(10);
+const RESET_NAP: Duration = Duration::from_millis(10);
 const IOMMU_GET_INFO: libc::Ioctl = vfio_io(12);
 const IOMMU_MAP_DMA: libc::Ioctl = vfio_io(13);
 /// IOMMU_VFIO_IOAS of linux/iommufd.h, which only an iommufd answers: `_IO(';', 0x88)`.
@@ -205,9 +209,15 @@ impl Transport for VfioTransport {
     }
 
     fn reset(&self) -> Result<()> {
-        // SAFETY: the descriptor is a VFIO device's, and the call takes no argument.
-        Errno::from_ioctl(unsafe { libc::ioctl(self.device().as_raw_fd(), DEVICE_RESET) })
-            .map_err(|errno| self.failed("resetting its function", errno.raw_os_error()))?;
+        let reset = until_free(RESET_PATIENCE, || {
+            // SAFETY: the descriptor is a VFIO device's, and the call takes no argument.
+            Errno::from_ioctl(unsafe { libc::ioctl(self.device().as_raw_fd(), DEVICE_RESET) })
+        });
+        match reset {
+            Ok(_) => {}
+            Err(Errno::INVAL) => tracing::warn!(device = %self.name, "its function has no reset"),
+            Err(errno) => return Err(self.failed("resetting its function", errno.raw_os_error())),
+        }
         // A reset of the bus, as after an error, may have left the function switched off.
         switch_on(self.device());
         Ok(())
@@ -422,6 +432,18 @@ fn switch_on(device: &VfioDevice) {
     device.region_write(VFIO_PCI_CONFIG_REGION_INDEX, &command.to_le_bytes(), COMMAND);
 }
 
+/// Repeats a call while the kernel says EAGAIN, as it does to a reset of a function while its own
+/// recovery from an error of the bus (AER) holds the device.
+fn until_free<T>(patience: Duration, mut call: impl FnMut() -> std::result::Result<T, Errno>) -> std::result::Result<T, Errno> {
+    let started = Instant::now();
+    loop {
+        match call() {
+            Err(Errno::AGAIN) if started.elapsed() < patience => std::thread::sleep(RESET_NAP),
+            answer => return answer,
+        }
+    }
+}
+
 /// An event that the kernel signals for an interrupt index that stands for a notice of the host,
 /// where it has this one.
 fn watch(device: &VfioDevice, index: u32) -> Option<Event> {
@@ -525,6 +547,15 @@ mod tests {
         for address in ["ffff:ff:1f.7", "FF:1F.7"] {
             assert!(matches!(PciFunction::find(&name(), address), Err(Error::NotFound { .. })), "{address}");
         }
+    }
+
+    #[test]
+    fn a_device_that_the_kernel_holds_is_waited_for_and_not_for_ever() {
+        let mut answers = [Err(Errno::AGAIN), Err(Errno::AGAIN), Ok(7), Ok(8)].into_iter();
+        assert_eq!(until_free(Duration::from_secs(60), || answers.next().unwrap()), Ok(7));
+        let mut answers = [Err::<i32, _>(Errno::INVAL), Ok(7)].into_iter();
+        assert_eq!(until_free(Duration::from_secs(60), || answers.next().unwrap()), Err(Errno::INVAL));
+        assert_eq!(until_free::<i32>(Duration::from_millis(30), || Err(Errno::AGAIN)), Err(Errno::AGAIN));
     }
 
     #[test]

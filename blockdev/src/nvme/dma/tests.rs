@@ -27,6 +27,8 @@ struct Held {
     asks: Mutex<mpsc::Sender<u64>>,
     lens: Mutex<Vec<usize>>,
     failing: AtomicBool,
+    /// Whether nothing can be unmapped.
+    stuck: AtomicBool,
 }
 
 struct Bench {
@@ -46,6 +48,7 @@ fn bench() -> Bench {
         asks: Mutex::new(asks),
         lens: Mutex::default(),
         failing: AtomicBool::new(false),
+        stuck: AtomicBool::new(false),
     });
     Bench { dma: Dma::new(held.clone(), 4096), held, permit, asked }
 }
@@ -154,6 +157,45 @@ fn what_cannot_be_mapped_whole_is_not_mapped_at_all() {
     dma.map(&large).unwrap();
 }
 
+#[test]
+fn with_a_controller_page_above_the_hosts_no_memory_behind_a_region_is_mapped() {
+    let Bench { held, permit, .. } = bench();
+    drop(permit);
+    let page = 64 << 10;
+    let dma = Dma::new(held.clone(), page);
+    let host_page = rustix::param::page_size();
+    let regions = [region(MIB + 100), region(MIB + 100)];
+    regions.iter().for_each(|region| dma.map(region).unwrap());
+    assert_eq!(*held.lens.lock(), [MIB + host_page; 2]);
+    let iovas = regions.each_ref().map(|region| dma.address(region).unwrap());
+    assert!(iovas.iter().all(|iova| iova.is_multiple_of(page)));
+    assert!(iovas[1] >= iovas[0] + MIB as u64 + page, "no two share a page of the controller");
+    regions.iter().for_each(|region| dma.unmap(region).unwrap());
+    assert_eq!(held.sim.mapped(), 0);
+    dma.map(&regions[1]).unwrap();
+    assert_eq!(dma.address(&regions[1]), Some(iovas[0]), "its IOVAs are free again");
+}
+
+#[test]
+fn memory_of_a_device_that_cannot_be_unmapped_is_never_given_back() {
+    let Bench { dma, held, .. } = bench();
+    let memory = || rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+    let of_device = || {
+        let fd = memory();
+        rustix::fs::ftruncate(&fd, MIB as u64).unwrap();
+        Region::of_device(fd, MIB).unwrap()
+    };
+    let (kept, given_back) = (of_device(), of_device());
+    let handles = [&kept, &given_back].map(Arc::downgrade);
+    dma.map(&kept).unwrap();
+    dma.map(&given_back).unwrap();
+    dma.unmap(&given_back).unwrap();
+    held.stuck.store(true, Ordering::Release);
+    dma.unmap(&kept).unwrap_err();
+    drop((kept, given_back, dma));
+    assert_eq!(handles.map(|handle| handle.upgrade().is_some()), [true, false]);
+}
+
 impl Transport for Held {
     #[allow(unsafe_code)] // the trait's promise is passed on
     unsafe fn map(&self, address: *mut u8, len: usize, iova: u64, writable: bool) -> Result<()> {
@@ -170,6 +212,9 @@ impl Transport for Held {
     }
 
     fn unmap(&self, iova: u64, len: usize) -> Result<()> {
+        if self.stuck.load(Ordering::Acquire) {
+            return Err(Error::Gone { device: "test".into() });
+        }
         self.sim.unmap(iova, len)
     }
 
