@@ -85,6 +85,7 @@ impl SimController {
         let mut name = DeviceName::parse(&device).expect("it begins with a backend's name");
         let options = Options::take(&mut name)?;
         name.finish()?;
+        self.forget_bus_errors();
         Ok(Arc::new(NvmeDevice::open(self.name().into(), self.clone(), options, self.mode())?))
     }
 }

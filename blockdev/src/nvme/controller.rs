@@ -19,7 +19,6 @@ use super::io_queue::IoQueue;
 use super::options::{CompletionMode, Options};
 use super::queue::Shadow;
 use super::queue_setup::QueueSetup;
-use super::recovery::PowerLosses;
 use crate::spec::identify::{IdentifyController, IdentifyNvmController, oacs, sgls};
 use crate::spec::{Cap, Sqe, admin, async_event, cc, cns, csts, feature, reg};
 use crate::transport::Transport;
@@ -66,8 +65,9 @@ pub(super) struct Lifecycle {
     shadow: Option<Arc<Shadow>>,
     /// I/O queue pairs that the controller granted.
     granted: u32,
-    /// As of the first bring-up, where a volatile cache makes it matter and the controller tells.
-    pub(super) power: Option<PowerLosses>,
+    /// How often it was switched on until its first bring-up, where a volatile cache makes it matter
+    /// and the controller tells.
+    pub(super) power: Option<u128>,
 }
 
 impl Core {

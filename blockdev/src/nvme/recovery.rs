@@ -49,13 +49,6 @@ struct Before {
     subsystem_reset: bool,
 }
 
-/// How often a controller lost power, as its SMART log says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PowerLosses {
-    cycles: u128,
-    unsafe_shutdowns: u128,
-}
-
 /// The supervisor's thread, until `stopping` is set and the core's event signalled.
 pub(super) fn supervise(core: &Core, stopping: &AtomicBool) {
     let tick = (core.options.timeout / 4).clamp(TICKS[0], TICKS[1]);
@@ -236,7 +229,7 @@ impl Core {
         if subsystem_reset {
             return Ok(Some("was reset with its whole subsystem (CSTS.NSSRO): writes that were not flushed may be lost"));
         }
-        let now = match self.power_losses() {
+        let now = match self.power_cycles() {
             Ok(now) => Some(now),
             Err(error @ Error::Admin { .. }) => {
                 tracing::warn!(%error, "the SMART log, which says whether power was lost, cannot be read");
@@ -255,11 +248,11 @@ impl Core {
         })
     }
 
-    /// Notes how often power was lost until now: after a reset it tells whether it was again.
+    /// Notes how often power came back until now: after a reset it tells whether it was lost again.
     pub(super) fn note_power(&self, lifecycle: &mut Lifecycle) -> Result<()> {
         lifecycle.power = None;
         if self.has_volatile_cache() {
-            match self.power_losses() {
+            match self.power_cycles() {
                 Ok(power) => lifecycle.power = Some(power),
                 Err(error @ Error::Admin { .. }) => {
                     tracing::warn!(%error, "no SMART log: after a reset from outside, the write cache counts as lost");
@@ -270,10 +263,11 @@ impl Core {
         Ok(())
     }
 
-    fn power_losses(&self) -> Result<PowerLosses> {
+    /// How often the controller was switched on, as its SMART log says. It counts unsafe shutdowns
+    /// too, but firmware may count a reset as one.
+    fn power_cycles(&self) -> Result<u128> {
         let log = self.admin.log_page(log_page::SMART, size_of::<SmartLog>(), self.setup_timeout())?;
-        let log = SmartLog::read_from_bytes(&log).expect("it has this length");
-        Ok(PowerLosses { cycles: log.power_cycles.get(), unsafe_shutdowns: log.unsafe_shutdowns.get() })
+        Ok(SmartLog::read_from_bytes(&log).expect("it has this length").power_cycles.get())
     }
 
     /// Gives the device back to the host: it is shut down while it still is there.

@@ -200,6 +200,11 @@ impl SimController {
         self.bus_error.signal();
     }
 
+    /// What was reported to a driver before is none of the next one's.
+    pub(crate) fn forget_bus_errors(&self) {
+        self.bus_error.drain();
+    }
+
     /// Resets the function, as the host may do after an error of the bus.
     pub fn reset_function(&self) {
         self.state().reset();
