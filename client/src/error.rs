@@ -44,7 +44,7 @@ pub enum Error {
         /// The error number.
         errno: Errno,
     },
-    /// The daemon did not do what it was asked for, and says why.
+    /// What was asked for was not done, and there is more to say of it than a number.
     #[error("{path}: cannot {action}: {why}")]
     NotDone {
         /// The path.
@@ -53,7 +53,7 @@ pub enum Error {
         action: &'static str,
         /// The error number.
         errno: Errno,
-        /// Why, with the name of the device that it is about.
+        /// Why, with the name of what it is about.
         why: String,
     },
     /// Memory for a buffer could not be had.

@@ -5,12 +5,13 @@ use std::fs;
 use std::ops::Range;
 
 use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Settings, Tier, Transfers};
-use gpunvme::{File, Mount};
+use gpunvme::{Error, File, Mount};
 use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
 use gpunvme_tests::cuda::{Pinned, own_stream};
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::software_cuda::with_software_cuda;
 use gpunvme_tests::{needs_mount, tree};
+use rustix::io::Errno;
 use rustix::process::Signal;
 
 const LEN: usize = 6 << 20;
@@ -36,13 +37,17 @@ impl Site {
     }
 
     fn loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> LayerLoader {
+        self.try_loader(layers, settings).unwrap()
+    }
+
+    fn try_loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Result<LayerLoader, Error> {
         let mount = Mount::open(self.volume.root()).unwrap();
         // What was just written the page cache has: it is to come from the device.
         let mut usual = Settings::default();
         usual.caching = Caching::Never;
         let transfers = Transfers::with(&mount, usual).unwrap();
         let file = File::open(self.volume.path("model")).unwrap();
-        LayerLoader::new(&transfers, file, 0, layers, settings).unwrap()
+        LayerLoader::new(&transfers, file, 0, layers, settings)
     }
 
     /// Goes through the model so many times, and has the stream copy each layer's tensors away as
@@ -192,5 +197,51 @@ fn layers_that_cannot_be_read_are_an_error_and_no_wait_for_ever() {
         // SAFETY: as above.
         let again = unsafe { loader.next(name) };
         assert!(again.is_err(), "after an error there are no more layers");
+    });
+}
+
+fn is_short(error: &Error, layer: usize) {
+    let said = error.to_string();
+    assert!(error.errno() == Errno::IO && said.contains("model"), "{said}");
+    assert!(said.contains(&format!("the file ends before layer {layer} does")), "{said}");
+}
+
+#[test]
+fn layers_that_reach_past_the_end_of_the_file_are_refused_in_any_tier() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        let len = LEN as u64;
+        let layers: Vec<Vec<Range<u64>>> = vec![vec![0..4096], vec![0..5, len - 4096..len + 1]];
+        for (resident, pinned) in [(0, 0), (u64::MAX, 0), (0, u64::MAX)] {
+            let settings = LayerSettings { resident, pinned, buffers: 2 };
+            is_short(&site.try_loader(&layers, settings).unwrap_err(), 1);
+        }
+    });
+}
+
+/// What is handed out after that would be the bytes of the layer that had the buffer before.
+#[test]
+fn a_file_that_becomes_shorter_under_a_loader_fails_the_layers_that_it_has_no_more() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        #[allow(clippy::single_range_in_vec_init)] // a layer of one tensor
+        let layers: Vec<Vec<Range<u64>>> = (0..6).map(|n| vec![n << 20..(n + 1) << 20]).collect();
+        for (resident, pinned) in [(0, 0), (2 << 20, 0), (0, 2 << 20)] {
+            let mut loader = site.loader(&layers, LayerSettings { resident, pinned, buffers: 2 });
+            site.pass(&mut loader, &layers, 1);
+            let model = fs::OpenOptions::new().write(true).open(site.volume.path("model")).unwrap();
+            model.set_len((3 << 20) + 5).unwrap();
+            let failed = (0..layers.len() * 2).find_map(|_| {
+                // SAFETY: the stream is never destroyed.
+                unsafe { loader.next(site.name) }.err()
+            });
+            // SAFETY: as above.
+            let error = failed.or_else(|| unsafe { loader.finish(site.name) }.err()).expect("the file became shorter");
+            assert!(error.to_string().contains("the file ends before layer "), "{error}");
+            drop(loader);
+            fs::write(site.volume.path("model"), &site.bytes).unwrap();
+        }
     });
 }
