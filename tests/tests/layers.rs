@@ -245,3 +245,27 @@ fn a_file_that_becomes_shorter_under_a_loader_fails_the_layers_that_it_has_no_mo
         }
     });
 }
+
+/// The stream passes a read before the library's thread answers it: often enough one comes first.
+#[test]
+fn a_model_is_not_finished_before_the_outcome_of_all_that_was_handed_out_is_known() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        let layers: Vec<Vec<Range<u64>>> = vec![vec![0..100_000]];
+        for _ in 0..30 {
+            fs::write(site.volume.path("model"), &site.bytes[..100_000]).unwrap();
+            let mut loader = site.loader(&layers, LayerSettings::default());
+            // SAFETY: the stream is never destroyed.
+            let mut next = || unsafe { loader.next(site.name) }.map(drop);
+            next().unwrap();
+            let model = fs::OpenOptions::new().write(true).open(site.volume.path("model")).unwrap();
+            model.set_len(50_000).unwrap();
+            // Its buffer is filled when the first was used: with what the file has now.
+            let handed_out = next().and_then(|()| next());
+            // SAFETY: as above.
+            let error = handed_out.and_then(|()| unsafe { loader.finish(site.name) }).expect_err("the file became shorter");
+            is_short(&error, 0);
+        }
+    });
+}

@@ -170,6 +170,7 @@ struct State {
 /// A read in the stream.
 #[derive(Debug)]
 struct Reading {
+    filling: u64,
     /// The number of the layer, and what it has.
     layer: usize,
     bytes: u64,
@@ -341,9 +342,9 @@ impl LayerLoader {
             self.stream(stream)?
         };
         stream.synchronize().map_err(|error| self.failed(error))?;
+        self.shared.wait_for_answers(self.uses);
         let mut state = self.shared.state.lock();
-        // Those of layers that were handed out are done; of those ahead some may be.
-        self.shared.take_answers(&mut state);
+        self.shared.take_answers(&mut state); // of those ahead some may be done
         state.failed.take().map_or(Ok(()), |error| {
             state.stop = true;
             Err(error)
@@ -429,6 +430,21 @@ impl Shared {
         }
     }
 
+    /// Waits for the outcome of the first so many fillings, which the stream has passed: it does so
+    /// a little before the outcome is known.
+    fn wait_for_answers(&self, fillings: u64) {
+        let oldest = || {
+            let mut state = self.state.lock();
+            let is_one = state.reads.front().is_some_and(|read| read.filling < fillings);
+            if is_one { state.reads.pop_front() } else { None }
+        };
+        while let Some(read) = oldest() {
+            if let Err(error) = read.outcome(&self.path) {
+                self.state.lock().failed.get_or_insert(error);
+            }
+        }
+    }
+
     /// Keeps the first error of reads that are done.
     fn take_answers(&self, state: &mut State) {
         while state.reads.front().is_some_and(|read| read.pending.is_done())
@@ -496,7 +512,7 @@ impl Feeder {
                 let segments = layer.segments(address);
                 // SAFETY: the buffer is as long as any layer, and the stream's until it is filled.
                 let pending = unsafe { self.transfers.read_on_stream(&self.file, &segments, stream.number()) }?;
-                Some(Reading { layer: layer.number, bytes: layer.bytes(), pending })
+                Some(Reading { filling, layer: layer.number, bytes: layer.bytes(), pending })
             }
             _ => {
                 // SAFETY: both are as long, and live until the stream was waited for.
