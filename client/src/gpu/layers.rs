@@ -209,7 +209,8 @@ impl LayerLoader {
                     resident.push(memory);
                 }
                 Tier::Pinned => {
-                    let mut memory = Buffer::memfd((layer.len as usize).next_multiple_of(4096))?;
+                    let pages = (layer.len as usize).checked_next_multiple_of(4096);
+                    let mut memory = Buffer::memfd(pages.unwrap_or(usize::MAX))?;
                     let (address, len) = (NonNull::from(&mut memory[..]).cast(), memory.len());
                     // SAFETY: it is before the buffer in the pair, and dropped before it.
                     let registration = unsafe { HostRegistration::new(&gpu, address, len) }.map_err(failed)?;
@@ -549,7 +550,8 @@ fn place(path: &Path, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Re
                 return Err(wrong("load a tensor that ends before it begins, or past the end of all files, from it"));
             }
             offsets.push(len);
-            len += (range.end - range.start).next_multiple_of(ALIGNMENT);
+            let end = len.checked_add((range.end - range.start).next_multiple_of(ALIGNMENT));
+            len = end.ok_or_else(|| wrong("load a layer of more bytes than any memory has from it"))?;
         }
         if len == 0 {
             return Err(wrong("load a layer of no bytes from it"));
@@ -600,5 +602,8 @@ mod tests {
         let backwards = vec![9..5];
         assert_eq!(refused(&[backwards]), Errno::INVAL);
         assert_eq!(refused(&[vec![0..u64::MAX]]), Errno::INVAL);
+        // Together they are longer than a number can say.
+        let longest = 0..gpunvme_abi::MAX_OFFSET;
+        assert_eq!(refused(&[vec![longest.clone(), longest.clone(), longest]]), Errno::INVAL);
     }
 }
