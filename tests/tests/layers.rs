@@ -153,9 +153,57 @@ fn headers_that_are_none_are_refused() {
         r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}"#,
         r#"{"dtype":7,"shape":[1],"data_offsets":[0,4]}"#,
         r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}"#,
+        // Of another length than type and shape have.
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,3]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,8]}"#,
+        r#"{"dtype":"F32","shape":[],"data_offsets":[0,0]}"#,
+        r#"{"dtype":"U8","shape":[3,0],"data_offsets":[0,1]}"#,
+        r#"{"dtype":"F4","shape":[3],"data_offsets":[0,2]}"#,
+        r#"{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}"#,
+        r#"{"dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,0]}"#,
+        r#"{"dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}"#,
+        r#"{"dtype":"F99","shape":[1],"data_offsets":[0,4]}"#,
+        r#"{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}"#,
+        // Not where the data begin.
+        r#"{"dtype":"U8","shape":[4],"data_offsets":[1,5]}"#,
     ] {
         refused(&with_header(&format!(r#"{{"a":{entry}}}"#)));
     }
+    for (first, second) in [([0, 4], [2, 6]), ([0, 4], [0, 4]), ([0, 4], [5, 9])] {
+        let entry = |[begin, end]: [u64; 2]| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":[{begin},{end}]}}"#);
+        refused(&with_header(&format!(r#"{{"a":{},"b":{}}}"#, entry(first), entry(second))));
+    }
+    let one = |begin: u64| format!(r#""a":{{"dtype":"U8","shape":[1],"data_offsets":[{begin},{}]}}"#, begin + 1);
+    refused(&with_header(&format!("{{{},{}}}", one(0), one(1)))); // two of one name
+}
+
+#[test]
+fn headers_of_all_types_are_read() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let types = [
+        (4, "F4"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (8, "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ"),
+        (16, "I16 U16 F16 BF16"),
+        (32, "I32 U32 F32"),
+        (64, "C64 F64 I64 U64"),
+    ];
+    let (mut at, mut entries) = (0, Vec::new());
+    for (bits, dtype) in types.iter().flat_map(|(bits, names)| names.split(' ').map(|name| (*bits, name))) {
+        let end = at + 2 * 4 * bits / 8;
+        entries.push(format!(r#""{dtype}":{{"data_offsets":[{at},{end}],"shape":[2,1,4],"more":[{{}}],"dtype":"{dtype}"}}"#));
+        at = end;
+    }
+    entries.insert(0, format!(r#""empty":{{"dtype":"F32","shape":[5,0],"data_offsets":[{at},{at}]}}"#));
+    entries.push(r#""__metadata__":{"format":"pt"}"#.into());
+    let header = format!("{{{}}}   ", entries.join(","));
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; at as usize]].concat();
+    fs::write(volume.path("named"), bytes).unwrap();
+    let tensors = File::open(volume.path("named")).unwrap().safetensors().unwrap();
+    assert_eq!(tensors.len(), 23);
+    assert!(tensors[..22].iter().all(|tensor| tensor.name == tensor.dtype && tensor.shape == [2, 1, 4]));
+    assert_eq!(tensors[22].name, "empty");
 }
 
 #[test]
