@@ -58,7 +58,7 @@ const char *gpunvme_version(void);
 
 /*
  * What went wrong in this thread's last call that failed. Valid until the next one does. Never
- * NULL.
+ * NULL. While the thread ends, in destructors of what it had, it may be "".
  */
 const char *gpunvme_last_error(void);
 
