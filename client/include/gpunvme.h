@@ -131,6 +131,12 @@ void gpunvme_file_close(gpunvme_file *file);
  * that is read to memory of gpunvme_buffer_create(), and of which the kernel's page cache has all,
  * is copied from there, unless a flag is set or gpunvme_gpu_set_caching() forbids it. `result` may
  * be NULL; after an error it says what was moved before.
+ *
+ * -ECONNABORTED or -ENOTCONN of a read: the daemon died, and the device may still write what was
+ * to be read. The library then puts other pages with the same bytes at the addresses of memory of
+ * gpunvme_buffer_create(), which the device does not write to; what other threads store into those
+ * pages meanwhile may be lost. To memory of gpunvme_buffer_from_fd() the device may write for as
+ * long as it takes. Either buffer is -ENODEV from then on.
  */
 int gpunvme_read(const gpunvme_file *file, gpunvme_buffer *buffer, const struct gpunvme_segment *segments, size_t count,
                  uint32_t flags, struct gpunvme_result *result);
@@ -183,7 +189,8 @@ void gpunvme_ring_submit(gpunvme_ring *ring);
  * than `least` it waits, at most `timeout_ms`, or for ever if that is negative; not for more than
  * `capacity`, nor for more than are in flight. gpunvme_last_error() has the sentence of the last
  * of them that failed. An error of the call itself: nothing more will come, because the volume was
- * unmounted or its daemon is gone.
+ * unmounted or its daemon is gone; in the second case the device may still write to the memory of
+ * reads in flight.
  */
 int gpunvme_ring_complete(gpunvme_ring *ring, size_t least, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
                           size_t *count);
