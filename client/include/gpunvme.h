@@ -355,9 +355,10 @@ struct gpunvme_observer {
 	void *user_data;
 };
 /*
- * The same, with an observer instead of something to wait for. Neither function is called if this
- * returns an error. The structure may go when this returns. Where offsets are moved, what is in
- * memory behind the end of the file is undefined.
+ * The same, with an observer instead of something to wait for. Before this returns an error each
+ * of its functions may have been called, at most once: the stream may come to a part of the
+ * request before CUDA refuses the rest. Neither is called afterwards. The structure may go when
+ * this returns. Where offsets are moved, what is in memory behind the end of the file is undefined.
  */
 int gpunvme_gpu_read_on_stream_with(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                     const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,
