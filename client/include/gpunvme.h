@@ -95,7 +95,8 @@ int gpunvme_buffer_create(const gpunvme_mount *mount, size_t len, gpunvme_buffer
  * Memory that the application has: the first `len` bytes of a memfd of ordinary pages, open for
  * reading and writing, with F_SEAL_SHRINK. The descriptor is duplicated, and stays the caller's;
  * the bytes are in each mapping of the memfd. -EINVAL, -EACCES and others where it cannot be
- * registered, and gpunvme_last_error() says why.
+ * registered, and gpunvme_last_error() says why. The memory outlives the buffer, and so do
+ * transfers: see gpunvme_ring_destroy().
  */
 int gpunvme_buffer_from_fd(const gpunvme_mount *mount, int fd, size_t len, gpunvme_buffer **buffer);
 /*
@@ -164,7 +165,12 @@ struct gpunvme_finished {
  * power of two from 8 to 4096, or is made one.
  */
 int gpunvme_ring_create(const gpunvme_mount *mount, uint32_t entries, gpunvme_ring **ring);
-/* Its transfers go on; how they end is not reported. NULL is fine. */
+/*
+ * Its transfers go on; how they end is not reported. The device may still write to the memory of
+ * its reads then: to that of gpunvme_buffer_from_fd() also after gpunvme_buffer_destroy(). If that
+ * is to be used otherwise, first call gpunvme_ring_complete() until none is in flight. NULL is
+ * fine.
+ */
 void gpunvme_ring_destroy(gpunvme_ring *ring);
 /*
  * Makes an open file known to the ring, with the access that it is open for. It is known until it
