@@ -58,7 +58,7 @@ const char *gpunvme_version(void);
 
 /*
  * What went wrong in this thread's last call that failed. Valid until the next one does. Never
- * NULL.
+ * NULL. While the thread ends, in destructors of what it had, it may be "".
  */
 const char *gpunvme_last_error(void);
 
@@ -95,7 +95,8 @@ int gpunvme_buffer_create(const gpunvme_mount *mount, size_t len, gpunvme_buffer
  * Memory that the application has: the first `len` bytes of a memfd of ordinary pages, open for
  * reading and writing, with F_SEAL_SHRINK. The descriptor is duplicated, and stays the caller's;
  * the bytes are in each mapping of the memfd. -EINVAL, -EACCES and others where it cannot be
- * registered, and gpunvme_last_error() says why.
+ * registered, and gpunvme_last_error() says why. The memory outlives the buffer, and so do
+ * transfers: see gpunvme_ring_destroy().
  */
 int gpunvme_buffer_from_fd(const gpunvme_mount *mount, int fd, size_t len, gpunvme_buffer **buffer);
 /*
@@ -131,6 +132,12 @@ void gpunvme_file_close(gpunvme_file *file);
  * that is read to memory of gpunvme_buffer_create(), and of which the kernel's page cache has all,
  * is copied from there, unless a flag is set or gpunvme_gpu_set_caching() forbids it. `result` may
  * be NULL; after an error it says what was moved before.
+ *
+ * -ECONNABORTED or -ENOTCONN of a read: the daemon died, and the device may still write what was
+ * to be read. The library then puts other pages with the same bytes at the addresses of memory of
+ * gpunvme_buffer_create(), which the device does not write to; what other threads store into those
+ * pages meanwhile may be lost. To memory of gpunvme_buffer_from_fd() the device may write for as
+ * long as it takes. Either buffer is -ENODEV from then on.
  */
 int gpunvme_read(const gpunvme_file *file, gpunvme_buffer *buffer, const struct gpunvme_segment *segments, size_t count,
                  uint32_t flags, struct gpunvme_result *result);
@@ -158,7 +165,12 @@ struct gpunvme_finished {
  * power of two from 8 to 4096, or is made one.
  */
 int gpunvme_ring_create(const gpunvme_mount *mount, uint32_t entries, gpunvme_ring **ring);
-/* Its transfers go on; how they end is not reported. NULL is fine. */
+/*
+ * Its transfers go on; how they end is not reported. The device may still write to the memory of
+ * its reads then: to that of gpunvme_buffer_from_fd() also after gpunvme_buffer_destroy(). If that
+ * is to be used otherwise, first call gpunvme_ring_complete() until none is in flight. NULL is
+ * fine.
+ */
 void gpunvme_ring_destroy(gpunvme_ring *ring);
 /*
  * Makes an open file known to the ring, with the access that it is open for. It is known until it
@@ -183,7 +195,8 @@ void gpunvme_ring_submit(gpunvme_ring *ring);
  * than `least` it waits, at most `timeout_ms`, or for ever if that is negative; not for more than
  * `capacity`, nor for more than are in flight. gpunvme_last_error() has the sentence of the last
  * of them that failed. An error of the call itself: nothing more will come, because the volume was
- * unmounted or its daemon is gone.
+ * unmounted or its daemon is gone; in the second case the device may still write to the memory of
+ * reads in flight.
  */
 int gpunvme_ring_complete(gpunvme_ring *ring, size_t least, int timeout_ms, struct gpunvme_finished *finished, size_t capacity,
                           size_t *count);
@@ -348,9 +361,10 @@ struct gpunvme_observer {
 	void *user_data;
 };
 /*
- * The same, with an observer instead of something to wait for. Neither function is called if this
- * returns an error. The structure may go when this returns. Where offsets are moved, what is in
- * memory behind the end of the file is undefined.
+ * The same, with an observer instead of something to wait for. Before this returns an error each
+ * of its functions may have been called, at most once: the stream may come to a part of the
+ * request before CUDA refuses the rest. Neither is called afterwards. The structure may go when
+ * this returns. Where offsets are moved, what is in memory behind the end of the file is undefined.
  */
 int gpunvme_gpu_read_on_stream_with(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                     const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,

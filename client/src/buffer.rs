@@ -1,7 +1,9 @@
 //! Memory that files are read into and written from.
 //!
 //! It guards the rule that makes plain slices of host memory sound: while the daemon may write to
-//! a buffer it is borrowed mutably, and while it is registered it cannot be unmapped.
+//! a buffer it is borrowed mutably, and while it is registered it cannot be unmapped. Where the
+//! daemon dies during a read the device may still write, though no call waits for it: the pages are
+//! never handed back then.
 
 use crate::connection::Connection;
 use crate::error::{Error, Result};
@@ -9,17 +11,19 @@ use crate::sys::Mapping;
 use gpunvme_abi::{Reason, RegisterFlags, Route, Segment};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
+use std::alloc::{Layout, handle_alloc_error};
 use std::any::Any;
 use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What can be registered with a mount: [`Buffer`] or [`crate::DeviceMemory`].
 pub trait Memory: sealed::Memory + Debug + Send + Sync + 'static {}
 
 pub(crate) mod sealed {
-    use super::{Any, Arc, BorrowedFd, Errno, RegisterFlags};
+    use super::{Any, Arc, BorrowedFd, Errno, RegisterFlags, Segment};
 
     /// What the daemon is told of memory.
     pub trait Memory {
@@ -35,6 +39,9 @@ pub(crate) mod sealed {
         fn read_file(&self, _: BorrowedFd<'_>, _file_offset: u64, _offset: usize, _len: usize) -> Result<usize, Errno> {
             Err(Errno::FAULT)
         }
+        /// If it is mapped: puts other memory with the same bytes in the place of segments that
+        /// the device may write to at any time from now on. No slice of it exists meanwhile.
+        fn replace(&self, _: &[Segment]) {}
         /// What it is for.
         fn flags(&self) -> RegisterFlags {
             RegisterFlags::empty()
@@ -58,6 +65,8 @@ pub(crate) mod sealed {
 pub struct Buffer {
     memory: OwnedFd,
     mapping: Mapping,
+    /// Whether parts of the mapping are no longer those of the memfd.
+    is_replaced: AtomicBool,
 }
 
 impl Buffer {
@@ -77,7 +86,7 @@ impl Buffer {
             rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
             let mapping = Mapping::new(memory.as_fd(), room)?;
             mapping.use_huge_pages();
-            Ok(Buffer { memory, mapping: mapping.shortened(len) })
+            Ok(Buffer { memory, mapping: mapping.shortened(len), is_replaced: AtomicBool::new(false) })
         };
         make().map_err(|errno| Error::Memory { len, errno })
     }
@@ -89,9 +98,13 @@ impl Buffer {
     /// open the memory for writing through it: bytes that are borrowed here do not change.
     ///
     /// # Errors
-    /// [`Error::Memory`] where there is no more descriptor, or no `/proc` to open the memory again.
+    /// [`Error::Memory`] where there is no more descriptor, or no `/proc` to open the memory again;
+    /// with `ESTALE` after [`Error::LostBuffer`].
     pub fn to_read(&self) -> Result<OwnedFd> {
         let open = || {
+            if self.is_replaced.load(Ordering::Acquire) {
+                return Err(Errno::STALE);
+            }
             // A memfd is open to all users until its mode says otherwise.
             rustix::fs::fchmod(&self.memory, Mode::RUSR)?;
             let path = format!("/proc/self/fd/{}", self.memory.as_raw_fd());
@@ -116,6 +129,17 @@ impl sealed::Memory for Buffer {
 
     fn read_file(&self, file: BorrowedFd<'_>, file_offset: u64, offset: usize, len: usize) -> std::result::Result<usize, Errno> {
         self.mapping.read_file(file, file_offset, offset, len)
+    }
+
+    fn replace(&self, segments: &[Segment]) {
+        self.is_replaced.store(true, Ordering::Release);
+        for segment in segments {
+            let start = segment.buffer_offset as usize;
+            if self.mapping.replace(start..start + segment.len as usize).is_err() {
+                // It can neither be handed back nor kept.
+                handle_alloc_error(Layout::array::<u8>(segment.len as usize).unwrap_or(Layout::new::<u8>()));
+            }
+        }
     }
 }
 
@@ -152,6 +176,8 @@ pub struct Registered<M = Buffer> {
     pub(crate) route: Route,
     pub(crate) reason: Reason,
     pub(crate) by: RegisteredBy,
+    /// Whether the daemon died while it was read into.
+    pub(crate) lost: AtomicBool,
 }
 
 impl<M> Registered<M> {
@@ -188,10 +214,20 @@ impl<M> Registered<M> {
 }
 
 impl<M: Memory> Registered<M> {
-    /// Whether segments lie within it. It is asked of the mapping, because a slice of bytes that
-    /// the device may be changing must not even exist.
+    /// The daemon died while it read to these segments: nothing uses this memory as registered any
+    /// more, and what is mapped of it is replaced.
+    pub(crate) fn lose(&self, segments: &[Segment]) {
+        self.lost.store(true, Ordering::Release);
+        self.memory.replace(segments);
+    }
+
+    /// Whether it can be used, and segments lie within it. It is asked of the mapping, because a
+    /// slice of bytes that the device may be changing must not even exist.
     pub(crate) fn holds(&self, segments: &[Segment]) -> Result<()> {
         let len = self.memory.length();
+        if self.lost.load(Ordering::Acquire) {
+            return Err(Error::LostBuffer { len });
+        }
         for (index, segment) in segments.iter().enumerate() {
             let end = segment.buffer_offset.saturating_add(segment.len);
             if end > len as u64 {

@@ -44,7 +44,7 @@ pub enum Error {
         /// The error number.
         errno: Errno,
     },
-    /// The daemon did not do what it was asked for, and says why.
+    /// What was asked for was not done, and there is more to say of it than a number.
     #[error("{path}: cannot {action}: {why}")]
     NotDone {
         /// The path.
@@ -53,7 +53,7 @@ pub enum Error {
         action: &'static str,
         /// The error number.
         errno: Errno,
-        /// Why, with the name of the device that it is about.
+        /// Why, with the name of what it is about.
         why: String,
     },
     /// Memory for a buffer could not be had.
@@ -92,6 +92,14 @@ pub enum Error {
         /// The buffer's length in bytes.
         len: usize,
     },
+    /// The daemon of a buffer's mount died while the buffer was read into.
+    #[error(
+        "the buffer of {len} bytes is no longer registered: the daemon of its mount ended while it was read into; register another"
+    )]
+    LostBuffer {
+        /// Its length in bytes.
+        len: usize,
+    },
     /// A ring has no room for another operation.
     #[error("all {entries} entries of the ring are in flight; take completions first")]
     RingFull {
@@ -111,7 +119,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A transfer ended early.
-    #[error("{path}: cannot {action}{}: {}{}", at(*segment, *offset), message(*errno), because(*reason))]
+    #[error("{path}: cannot {action}{}: {}{}{}", at(*segment, *offset), message(*errno), because(*reason), late(action, *errno))]
     Transfer {
         /// The file.
         path: PathBuf,
@@ -205,7 +213,7 @@ impl Error {
             Error::WrongKind { .. } | Error::OutsideBuffer { .. } | Error::WrongRing { .. } => Errno::INVAL,
             Error::RingFull { .. } => Errno::AGAIN,
             Error::StreamCaptured { .. } => Errno::BUSY,
-            Error::RingClosed { .. } | Error::NoCuda(_) | Error::NoSuchGpu(_) => Errno::NODEV,
+            Error::LostBuffer { .. } | Error::RingClosed { .. } | Error::NoCuda(_) | Error::NoSuchGpu(_) => Errno::NODEV,
             Error::UnknownMemory { .. } | Error::Copy { error: None, .. } => Errno::FAULT,
             Error::Cuda { .. } | Error::Copy { .. } => Errno::IO,
             Error::OtherVersion { .. } => Errno::PROTONOSUPPORT,
@@ -250,5 +258,15 @@ fn because(reason: Reason) -> String {
     match reason {
         Reason::None => String::new(),
         reason => format!(" ({})", reason.explain()),
+    }
+}
+
+/// What outlives a daemon that died during a read.
+fn late(action: &str, errno: Errno) -> &'static str {
+    match errno {
+        Errno::CONNABORTED | Errno::NOTCONN if action == "read" => {
+            "; the daemon is gone, and the device may still write to memory that was registered by a descriptor"
+        }
+        _ => "",
     }
 }

@@ -1,7 +1,8 @@
 //! Files, moved to and from registered buffers.
 //!
 //! It guards the promise that a call does what it says whatever its size: more segments, or more
-//! bytes, than one ioctl carries become several, and what is reported is their sum.
+//! bytes, than one ioctl carries become several, and what is reported is their sum. And it guards
+//! that memory which a device may still write to is not handed back as the caller's.
 
 use crate::buffer::{Memory, Registered};
 use crate::codes::{reason, status};
@@ -197,7 +198,11 @@ impl File {
     ///
     /// # Errors
     /// [`Error::OutsideBuffer`] before anything moved. [`Error::Transfer`] says what was moved
-    /// before; the buffer may have changed in all of the segments then.
+    /// before; the buffer may have changed in all of the segments then. With `ECONNABORTED` or
+    /// `ENOTCONN` the daemon died, and the device may still write what was to be read:
+    /// [`crate::Buffer`] has other memory with the same bytes there then; [`crate::HostMemory`] and
+    /// [`crate::DeviceMemory`] may change in the segments for as long as the device takes. Any of
+    /// them is [`Error::LostBuffer`] afterwards.
     pub fn read<M: Memory>(&self, buffer: &mut Registered<M>, segments: &[Segment]) -> Result<Transfer> {
         self.read_requiring(buffer, segments, Require::default())
     }
@@ -231,6 +236,7 @@ impl File {
         segments: &[Segment],
         flags: TransferFlags,
     ) -> Result<Transfer> {
+        buffer.holds(segments)?;
         let cache_reason = match self.read_resident(buffer, segments, flags, false) {
             Ok(done) => return Ok(done),
             Err(why) => why,
@@ -354,6 +360,9 @@ impl File {
                 let grant = answer.grant;
                 ((result, answer), grant, hidden)
             })?;
+            if command == Command::Read && matches!(result, Err(Errno::CONNABORTED | Errno::NOTCONN)) {
+                buffer.lose(part);
+            }
             let failed = result.err().or(status(answer.status));
             let abi::Transfer { p2p, bounce, host, hole, edge, .. } = answer;
             let moved = Moved { p2p, bounce, cache: 0, host, hole, edge };

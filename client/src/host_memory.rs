@@ -9,6 +9,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// The application's own memory, by the memfd behind it.
 ///
+/// Where the daemon dies during a read, the device may write to the segments for as long as it
+/// takes, also after the call: nothing here can keep it from that.
+///
 /// ```no_run
 /// use gpunvme::{File, HostMemory, Mount, Segment};
 /// use rustix::fs::{MemfdFlags, SealFlags};

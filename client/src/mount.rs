@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use zerocopy::{FromBytes, IntoBytes};
 
 /// A mounted volume.
@@ -400,7 +401,15 @@ impl Mount {
             answer => answer?,
         };
         let connection = self.connection.clone();
-        Ok(Registered { memory, id: answer.buffer, connection, route: route(answer.route), reason: reason(answer.reason), by })
+        Ok(Registered {
+            memory,
+            id: answer.buffer,
+            connection,
+            route: route(answer.route),
+            reason: reason(answer.reason),
+            by,
+            lost: AtomicBool::new(false),
+        })
     }
 
     fn ask_to_register<M: Memory>(&self, memory: &M) -> Result<(abi::Register, RegisteredBy)> {

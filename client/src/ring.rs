@@ -340,7 +340,8 @@ impl Ring {
     ///
     /// # Errors
     /// [`Error::RingClosed`] where there is none and none will come: the volume was unmounted, or
-    /// its daemon is gone. [`Error::Path`] where the kernel does not let it wait.
+    /// its daemon is gone; in the second case the device may still write to the memory of reads in
+    /// flight. [`Error::Path`] where the kernel does not let it wait.
     pub fn complete(&mut self, wait: Wait, out: &mut Vec<Completed>) -> Result<usize> {
         self.complete_at_least(1, wait, out)
     }
@@ -389,7 +390,7 @@ impl Ring {
     }
 
     /// After [`Ring::poll`] said that nothing more comes: appends how each transfer ended that is
-    /// in flight. What it holds it keeps, as long as the ring.
+    /// in flight. What it holds it keeps, as long as the ring: the device may still write there.
     pub(crate) fn lost(&self, out: &mut Vec<Completed>) {
         out.extend(self.slots.iter().flatten().map(|in_flight| {
             let path = in_flight.file.path.clone();
@@ -443,8 +444,10 @@ impl Ring {
         let _ = rustix::io::write(&self.submitted, &1u64.to_ne_bytes());
     }
 
-    /// Whether nothing more will come, nor be moved: the daemon closed the ring, or its process is
-    /// gone, and the device with it.
+    /// Whether no completion will come any more: the daemon closed the ring, or its process is
+    /// gone. After the first nothing is moved either. After the second that is so of a device that
+    /// the daemon drove itself; what it had asked of one that the kernel drives still arrives in
+    /// memory, and nothing tells when.
     ///
     /// Without a pidfd (no socket that may be used, Linux before 6.5) there is only the kernel to
     /// ask. It lets go of a mount a little before a daemon that ends in order has ended its

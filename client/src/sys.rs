@@ -5,7 +5,8 @@
 //! long as the kernel thinks.
 
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU32;
@@ -182,6 +183,40 @@ impl Mapping {
         self.base.as_ptr()
     }
 
+    /// Puts other memory with the same bytes in the place of the pages that a range touches: what
+    /// still writes to the old ones reaches nothing that is seen here. What other threads store
+    /// into them meanwhile may be lost.
+    ///
+    /// # Errors
+    /// `ENOMEM`; then nothing was changed.
+    ///
+    /// # Panics
+    /// Where the range is not in the mapping.
+    pub fn replace(&self, range: Range<usize>) -> Result<(), Errno> {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        let page = rustix::param::page_size();
+        let start = range.start / page * page;
+        let len = range.end.next_multiple_of(page) - start;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the pages lie in the mapping, and in the file: its last page exists as a whole.
+        // They are copied to a mapping of as many that nothing else knows, which then takes their
+        // place; callers see to it that no slice of them exists. Whatever writes to them while they
+        // are copied, their bytes make u8s.
+        unsafe {
+            let old = self.base.as_ptr().add(start);
+            let fresh = rustix::mm::mmap_anonymous(ptr::null_mut(), len, access, MapFlags::SHARED)?;
+            ptr::copy_nonoverlapping(old, fresh.cast(), len);
+            let placed = rustix::mm::mremap_fixed(fresh, len, len, MremapFlags::MAYMOVE, old.cast());
+            if placed.is_err() {
+                rustix::mm::munmap(fresh, len)?;
+            }
+            placed.map(drop)
+        }
+    }
+
     /// Copies bytes out of memory that is not ours alone; `None` where they do not lie in it.
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> Option<()> {
         let from = self.at(offset, out.len())?;
@@ -276,6 +311,25 @@ impl Drop for Mapping {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_that_is_replaced_has_the_same_bytes_and_is_other_memory() {
+        let page = rustix::param::page_size();
+        let len = 8 * page - 100;
+        let file = rustix::fs::memfd_create("replaced", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, len as u64).unwrap();
+        let mut mapping = Mapping::new(std::os::fd::AsFd::as_fd(&file), len).unwrap();
+        let bytes: Vec<u8> = (0..len).map(|at| (at / 7) as u8).collect();
+        mapping.bytes_mut().copy_from_slice(&bytes);
+        for range in [page + 5..page + 6, 3 * page - 1..3 * page + 1, 5 * page..5 * page, 7 * page..len] {
+            mapping.replace(range).unwrap();
+        }
+        assert!(mapping.bytes() == bytes);
+        rustix::io::pwrite(&file, &vec![0xEE; len], 0).unwrap();
+        let is_late = |n: usize| mapping.bytes()[n * page..].iter().take(page).all(|byte| *byte == 0xEE);
+        assert_eq!((0..8).map(is_late).collect::<Vec<_>>(), [true, false, false, false, true, true, true, false]);
+        assert!(mapping.bytes()[page..4 * page] == bytes[page..4 * page]);
+    }
 
     #[test]
     fn memory_is_had_in_huge_pages_of_which_half_is_used() {

@@ -5,12 +5,13 @@ use std::fs;
 use std::ops::Range;
 
 use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Settings, Tier, Transfers};
-use gpunvme::{File, Mount};
+use gpunvme::{Error, File, Mount};
 use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
 use gpunvme_tests::cuda::{Pinned, own_stream};
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::software_cuda::with_software_cuda;
 use gpunvme_tests::{needs_mount, tree};
+use rustix::io::Errno;
 use rustix::process::Signal;
 
 const LEN: usize = 6 << 20;
@@ -36,13 +37,17 @@ impl Site {
     }
 
     fn loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> LayerLoader {
+        self.try_loader(layers, settings).unwrap()
+    }
+
+    fn try_loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Result<LayerLoader, Error> {
         let mount = Mount::open(self.volume.root()).unwrap();
         // What was just written the page cache has: it is to come from the device.
         let mut usual = Settings::default();
         usual.caching = Caching::Never;
         let transfers = Transfers::with(&mount, usual).unwrap();
         let file = File::open(self.volume.path("model")).unwrap();
-        LayerLoader::new(&transfers, file, 0, layers, settings).unwrap()
+        LayerLoader::new(&transfers, file, 0, layers, settings)
     }
 
     /// Goes through the model so many times, and has the stream copy each layer's tensors away as
@@ -148,9 +153,57 @@ fn headers_that_are_none_are_refused() {
         r#"{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}"#,
         r#"{"dtype":7,"shape":[1],"data_offsets":[0,4]}"#,
         r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4,8]}"#,
+        // Of another length than type and shape have.
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,3]}"#,
+        r#"{"dtype":"F32","shape":[1],"data_offsets":[0,8]}"#,
+        r#"{"dtype":"F32","shape":[],"data_offsets":[0,0]}"#,
+        r#"{"dtype":"U8","shape":[3,0],"data_offsets":[0,1]}"#,
+        r#"{"dtype":"F4","shape":[3],"data_offsets":[0,2]}"#,
+        r#"{"dtype":"F32","shape":[4611686018427387905],"data_offsets":[0,4]}"#,
+        r#"{"dtype":"U8","shape":[4294967296,4294967296],"data_offsets":[0,0]}"#,
+        r#"{"dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}"#,
+        r#"{"dtype":"F99","shape":[1],"data_offsets":[0,4]}"#,
+        r#"{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}"#,
+        // Not where the data begin.
+        r#"{"dtype":"U8","shape":[4],"data_offsets":[1,5]}"#,
     ] {
         refused(&with_header(&format!(r#"{{"a":{entry}}}"#)));
     }
+    for (first, second) in [([0, 4], [2, 6]), ([0, 4], [0, 4]), ([0, 4], [5, 9])] {
+        let entry = |[begin, end]: [u64; 2]| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":[{begin},{end}]}}"#);
+        refused(&with_header(&format!(r#"{{"a":{},"b":{}}}"#, entry(first), entry(second))));
+    }
+    let one = |begin: u64| format!(r#""a":{{"dtype":"U8","shape":[1],"data_offsets":[{begin},{}]}}"#, begin + 1);
+    refused(&with_header(&format!("{{{},{}}}", one(0), one(1)))); // two of one name
+}
+
+#[test]
+fn headers_of_all_types_are_read() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let types = [
+        (4, "F4"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (8, "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ"),
+        (16, "I16 U16 F16 BF16"),
+        (32, "I32 U32 F32"),
+        (64, "C64 F64 I64 U64"),
+    ];
+    let (mut at, mut entries) = (0, Vec::new());
+    for (bits, dtype) in types.iter().flat_map(|(bits, names)| names.split(' ').map(|name| (*bits, name))) {
+        let end = at + 2 * 4 * bits / 8;
+        entries.push(format!(r#""{dtype}":{{"data_offsets":[{at},{end}],"shape":[2,1,4],"more":[{{}}],"dtype":"{dtype}"}}"#));
+        at = end;
+    }
+    entries.insert(0, format!(r#""empty":{{"dtype":"F32","shape":[5,0],"data_offsets":[{at},{at}]}}"#));
+    entries.push(r#""__metadata__":{"format":"pt"}"#.into());
+    let header = format!("{{{}}}   ", entries.join(","));
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; at as usize]].concat();
+    fs::write(volume.path("named"), bytes).unwrap();
+    let tensors = File::open(volume.path("named")).unwrap().safetensors().unwrap();
+    assert_eq!(tensors.len(), 23);
+    assert!(tensors[..22].iter().all(|tensor| tensor.name == tensor.dtype && tensor.shape == [2, 1, 4]));
+    assert_eq!(tensors[22].name, "empty");
 }
 
 #[test]
@@ -192,5 +245,75 @@ fn layers_that_cannot_be_read_are_an_error_and_no_wait_for_ever() {
         // SAFETY: as above.
         let again = unsafe { loader.next(name) };
         assert!(again.is_err(), "after an error there are no more layers");
+    });
+}
+
+fn is_short(error: &Error, layer: usize) {
+    let said = error.to_string();
+    assert!(error.errno() == Errno::IO && said.contains("model"), "{said}");
+    assert!(said.contains(&format!("the file ends before layer {layer} does")), "{said}");
+}
+
+#[test]
+fn layers_that_reach_past_the_end_of_the_file_are_refused_in_any_tier() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        let len = LEN as u64;
+        let layers: Vec<Vec<Range<u64>>> = vec![vec![0..4096], vec![0..5, len - 4096..len + 1]];
+        for (resident, pinned) in [(0, 0), (u64::MAX, 0), (0, u64::MAX)] {
+            let settings = LayerSettings { resident, pinned, buffers: 2 };
+            is_short(&site.try_loader(&layers, settings).unwrap_err(), 1);
+        }
+    });
+}
+
+/// What is handed out after that would be the bytes of the layer that had the buffer before.
+#[test]
+fn a_file_that_becomes_shorter_under_a_loader_fails_the_layers_that_it_has_no_more() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        #[allow(clippy::single_range_in_vec_init)] // a layer of one tensor
+        let layers: Vec<Vec<Range<u64>>> = (0..6).map(|n| vec![n << 20..(n + 1) << 20]).collect();
+        for (resident, pinned) in [(0, 0), (2 << 20, 0), (0, 2 << 20)] {
+            let mut loader = site.loader(&layers, LayerSettings { resident, pinned, buffers: 2 });
+            site.pass(&mut loader, &layers, 1);
+            let model = fs::OpenOptions::new().write(true).open(site.volume.path("model")).unwrap();
+            model.set_len((3 << 20) + 5).unwrap();
+            let failed = (0..layers.len() * 2).find_map(|_| {
+                // SAFETY: the stream is never destroyed.
+                unsafe { loader.next(site.name) }.err()
+            });
+            // SAFETY: as above.
+            let error = failed.or_else(|| unsafe { loader.finish(site.name) }.err()).expect("the file became shorter");
+            assert!(error.to_string().contains("the file ends before layer "), "{error}");
+            drop(loader);
+            fs::write(site.volume.path("model"), &site.bytes).unwrap();
+        }
+    });
+}
+
+/// The stream passes a read before the library's thread answers it: often enough one comes first.
+#[test]
+fn a_model_is_not_finished_before_the_outcome_of_all_that_was_handed_out_is_known() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let site = Site::new();
+        let layers: Vec<Vec<Range<u64>>> = vec![vec![0..100_000]];
+        for _ in 0..30 {
+            fs::write(site.volume.path("model"), &site.bytes[..100_000]).unwrap();
+            let mut loader = site.loader(&layers, LayerSettings::default());
+            // SAFETY: the stream is never destroyed.
+            let mut next = || unsafe { loader.next(site.name) }.map(drop);
+            next().unwrap();
+            let model = fs::OpenOptions::new().write(true).open(site.volume.path("model")).unwrap();
+            model.set_len(50_000).unwrap();
+            // Its buffer is filled when the first was used: with what the file has now.
+            let handed_out = next().and_then(|()| next());
+            // SAFETY: as above.
+            let error = handed_out.and_then(|()| unsafe { loader.finish(site.name) }).expect_err("the file became shorter");
+            is_short(&error, 0);
+        }
     });
 }

@@ -65,9 +65,10 @@ fn fail(error: &Error) -> c_int {
     -error.errno().raw_os_error()
 }
 
+/// Calls may fail while a thread ends, in destructors of what it had: no sentence is kept then.
 fn keep(sentence: String) {
     let sentence = CString::new(sentence.replace('\0', "?")).unwrap_or_default();
-    LAST_ERROR.with(|last| *last.borrow_mut() = Some(sentence));
+    let _ = LAST_ERROR.try_with(|last| *last.borrow_mut() = Some(sentence));
 }
 
 fn null(what: &str) -> c_int {
@@ -212,7 +213,8 @@ pub extern "C" fn gpunvme_version() -> *const c_char {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpunvme_last_error() -> *const c_char {
-    LAST_ERROR.with(|last| last.borrow().as_ref().map_or(c"".as_ptr(), |sentence| sentence.as_ptr()))
+    let kept = LAST_ERROR.try_with(|last| last.borrow().as_ref().map(|sentence| sentence.as_ptr()));
+    kept.ok().flatten().unwrap_or(c"".as_ptr())
 }
 
 /// See the header.

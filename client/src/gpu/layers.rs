@@ -10,6 +10,9 @@
 //! The application's stream never waits for what is not in the loader's stream yet: a call that
 //! waits for the whole GPU (`cudaFree`) ends, wherever the thread is. The mutex is held for no call
 //! of CUDA.
+//!
+//! It guards that no layer is taken for loaded of which the file had less: in the rest of its
+//! memory are the bytes of another.
 
 use super::answer::Pending;
 use super::request::Segment;
@@ -17,6 +20,7 @@ use super::transfers::Transfers;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::file::File;
+use crate::transfer::Transfer;
 use gpunvme_cuda::{Cuda, CudaError, DeviceAllocation, Event, Gpu, HostRegistration, Stream, Which};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
@@ -110,6 +114,7 @@ pub struct LayerLoader {
 /// A layer, and where it is.
 #[derive(Clone, Debug)]
 struct Placed {
+    number: usize,
     tier: Tier,
     /// Where its tensors are in the file.
     ranges: Vec<Range<u64>>,
@@ -156,10 +161,20 @@ struct State {
     /// Uses that the application's stream has the end of.
     ended: u64,
     /// Reads in the stream, oldest first.
-    reads: VecDeque<Pending>,
+    reads: VecDeque<Reading>,
     /// Why there will be no more.
     failed: Option<Error>,
     stop: bool,
+}
+
+/// A read in the stream.
+#[derive(Debug)]
+struct Reading {
+    filling: u64,
+    /// The number of the layer, and what it has.
+    layer: usize,
+    bytes: u64,
+    pending: Pending,
 }
 
 impl LayerLoader {
@@ -168,8 +183,9 @@ impl LayerLoader {
     /// those are is spread evenly over the model.
     ///
     /// # Errors
-    /// [`Error::Path`] with `EINVAL` where there is no layer, or one of no bytes; [`Error::Memory`]
-    /// and [`Error::Cuda`] where there is not as much memory; as [`Transfers::read`].
+    /// [`Error::Path`] with `EINVAL` where there is no layer, or one of no bytes;
+    /// [`Error::NotDone`] with `EIO` where the file ends before a layer does; [`Error::Memory`] and
+    /// [`Error::Cuda`] where there is not as much memory; as [`Transfers::read`].
     pub fn new(
         transfers: &Transfers,
         file: File,
@@ -180,6 +196,10 @@ impl LayerLoader {
         let (path, gpu) = (file.path().to_owned(), Cuda::load()?.gpu(Which::Index(gpu))?);
         let failed = |error| Error::on_gpu(&path, "load layers into the memory of", &gpu, error);
         let mut placed = place(&path, layers, settings)?;
+        let size = file.size()?;
+        if let Some(layer) = placed.iter().find(|layer| layer.ranges.iter().any(|range| range.end > size)) {
+            return Err(ends_before(&path, layer.number));
+        }
         let (mut resident, mut pinned) = (Vec::new(), Vec::new());
         for layer in &mut placed {
             match layer.tier {
@@ -189,7 +209,8 @@ impl LayerLoader {
                     resident.push(memory);
                 }
                 Tier::Pinned => {
-                    let mut memory = Buffer::memfd((layer.len as usize).next_multiple_of(4096))?;
+                    let pages = (layer.len as usize).checked_next_multiple_of(4096);
+                    let mut memory = Buffer::memfd(pages.unwrap_or(usize::MAX))?;
                     let (address, len) = (NonNull::from(&mut memory[..]).cast(), memory.len());
                     // SAFETY: it is before the buffer in the pair, and dropped before it.
                     let registration = unsafe { HostRegistration::new(&gpu, address, len) }.map_err(failed)?;
@@ -199,7 +220,8 @@ impl LayerLoader {
                 Tier::Ssd => continue,
             }
             // SAFETY: the memory was allocated just now, and is as long as the layer.
-            unsafe { transfers.read(&file, &layer.segments(layer.address)) }?;
+            let read = unsafe { transfers.read(&file, &layer.segments(layer.address)) };
+            is_whole(&path, layer.number, layer.bytes(), read)?;
         }
         let streamed: Vec<_> = placed.iter().filter(|layer| layer.tier != Tier::Resident).cloned().collect();
         let longest = streamed.iter().map(|layer| layer.len).max();
@@ -282,7 +304,8 @@ impl LayerLoader {
     /// outlives this; 0 is the default stream.
     ///
     /// # Errors
-    /// Of a read before, as [`Transfers::read`]; [`Error::Cuda`]. After one there are no more
+    /// Of a read before, as [`Transfers::read`], or [`Error::NotDone`] with `EIO` where the file
+    /// became so short that it ends before a layer; [`Error::Cuda`]. After one there are no more
     /// layers.
     pub unsafe fn next(&mut self, stream: usize) -> Result<Layer> {
         // SAFETY: the caller vouches for the stream.
@@ -320,9 +343,9 @@ impl LayerLoader {
             self.stream(stream)?
         };
         stream.synchronize().map_err(|error| self.failed(error))?;
+        self.shared.wait_for_answers(self.uses);
         let mut state = self.shared.state.lock();
-        // Those of layers that were handed out are done; of those ahead some may be.
-        self.shared.take_answers(&mut state);
+        self.shared.take_answers(&mut state); // of those ahead some may be done
         state.failed.take().map_or(Ok(()), |error| {
             state.stop = true;
             Err(error)
@@ -365,6 +388,11 @@ impl Drop for LayerLoader {
 }
 
 impl Placed {
+    /// Those of its tensors.
+    fn bytes(&self) -> u64 {
+        self.ranges.iter().map(|range| range.end - range.start).sum()
+    }
+
     fn segments(&self, address: u64) -> Vec<Segment> {
         let segment = |(range, offset): (&Range<u64>, &u64)| Segment {
             file_offset: range.start,
@@ -403,15 +431,37 @@ impl Shared {
         }
     }
 
+    /// Waits for the outcome of the first so many fillings, which the stream has passed: it does so
+    /// a little before the outcome is known.
+    fn wait_for_answers(&self, fillings: u64) {
+        let oldest = || {
+            let mut state = self.state.lock();
+            let is_one = state.reads.front().is_some_and(|read| read.filling < fillings);
+            if is_one { state.reads.pop_front() } else { None }
+        };
+        while let Some(read) = oldest() {
+            if let Err(error) = read.outcome(&self.path) {
+                self.state.lock().failed.get_or_insert(error);
+            }
+        }
+    }
+
     /// Keeps the first error of reads that are done.
     fn take_answers(&self, state: &mut State) {
-        while state.reads.front().is_some_and(Pending::is_done)
+        while state.reads.front().is_some_and(|read| read.pending.is_done())
             && let Some(read) = state.reads.pop_front()
         {
-            if let Err(error) = read.wait() {
+            if let Err(error) = read.outcome(&self.path) {
                 state.failed.get_or_insert(error);
             }
         }
+    }
+}
+
+impl Reading {
+    /// Waits for it.
+    fn outcome(self, path: &Path) -> Result<()> {
+        is_whole(path, self.layer, self.bytes, self.pending.wait())
     }
 }
 
@@ -449,7 +499,7 @@ impl Feeder {
         }
     }
 
-    fn fill(&self, filling: u64) -> Result<Option<Pending>> {
+    fn fill(&self, filling: u64) -> Result<Option<Reading>> {
         let layer = &self.layers[(filling % self.layers.len() as u64) as usize];
         let (stream, buffers) = (&self.shared.stream, &self.shared.buffers);
         let buffer = &buffers[(filling % buffers.len() as u64) as usize];
@@ -462,7 +512,8 @@ impl Feeder {
             Tier::Ssd => {
                 let segments = layer.segments(address);
                 // SAFETY: the buffer is as long as any layer, and the stream's until it is filled.
-                Some(unsafe { self.transfers.read_on_stream(&self.file, &segments, stream.number()) }?)
+                let pending = unsafe { self.transfers.read_on_stream(&self.file, &segments, stream.number()) }?;
+                Some(Reading { filling, layer: layer.number, bytes: layer.bytes(), pending })
             }
             _ => {
                 // SAFETY: both are as long, and live until the stream was waited for.
@@ -475,6 +526,16 @@ impl Feeder {
     }
 }
 
+/// Whether a read brought all bytes of a layer.
+fn is_whole(path: &Path, layer: usize, bytes: u64, read: Result<Transfer>) -> Result<()> {
+    if read?.bytes() == bytes { Ok(()) } else { Err(ends_before(path, layer)) }
+}
+
+fn ends_before(path: &Path, layer: usize) -> Error {
+    let why = format!("the file ends before layer {layer} does");
+    Error::NotDone { path: path.to_owned(), action: "load layers of it", errno: Errno::IO, why }
+}
+
 /// What each layer's memory is like, and its tier: of each tier an even part of the model.
 fn place(path: &Path, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Result<Vec<Placed>> {
     let wrong = |action| Error::Path { path: path.to_owned(), action, errno: Errno::INVAL };
@@ -482,19 +543,20 @@ fn place(path: &Path, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Re
         return Err(wrong("load a model of no layers from it"));
     }
     let mut placed = Vec::with_capacity(layers.len());
-    for ranges in layers {
+    for (number, ranges) in layers.iter().enumerate() {
         let (mut offsets, mut len) = (Vec::with_capacity(ranges.len()), 0u64);
         for range in ranges {
             if range.start > range.end || range.end > gpunvme_abi::MAX_OFFSET {
                 return Err(wrong("load a tensor that ends before it begins, or past the end of all files, from it"));
             }
             offsets.push(len);
-            len += (range.end - range.start).next_multiple_of(ALIGNMENT);
+            let end = len.checked_add((range.end - range.start).next_multiple_of(ALIGNMENT));
+            len = end.ok_or_else(|| wrong("load a layer of more bytes than any memory has from it"))?;
         }
         if len == 0 {
             return Err(wrong("load a layer of no bytes from it"));
         }
-        placed.push(Placed { tier: Tier::Ssd, ranges: ranges.clone(), offsets, len, address: 0 });
+        placed.push(Placed { number, tier: Tier::Ssd, ranges: ranges.clone(), offsets, len, address: 0 });
     }
     for (tier, budget) in [(Tier::Resident, settings.resident), (Tier::Pinned, settings.pinned)] {
         let total: u128 = placed.iter().filter(|layer| layer.tier == Tier::Ssd).map(|layer| u128::from(layer.len)).sum();
@@ -540,5 +602,8 @@ mod tests {
         let backwards = vec![9..5];
         assert_eq!(refused(&[backwards]), Errno::INVAL);
         assert_eq!(refused(&[vec![0..u64::MAX]]), Errno::INVAL);
+        // Together they are longer than a number can say.
+        let longest = 0..gpunvme_abi::MAX_OFFSET;
+        assert_eq!(refused(&[vec![longest.clone(), longest.clone(), longest]]), Errno::INVAL);
     }
 }

@@ -56,7 +56,9 @@ impl Transfers {
     /// As for [`Transfers::read_on_stream`].
     ///
     /// # Errors
-    /// As [`Transfers::read_on_stream`]. The observer is not called after one of the call itself.
+    /// As [`Transfers::read_on_stream`]. Before the call returns one the observer may have been
+    /// called, at most once for each of its functions: the stream may come to a part of the request
+    /// before CUDA refuses the rest. It is not called afterwards.
     pub unsafe fn read_on_stream_with(
         &self,
         file: &File,

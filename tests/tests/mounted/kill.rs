@@ -207,6 +207,51 @@ fn files_that_are_open_on_a_dead_mount_give_errors() {
     drop(image.mount());
 }
 
+/// The device of a dead daemon may still write: the pages that were read to are not the caller's
+/// any more.
+#[test]
+fn memory_that_was_read_to_when_the_daemon_died_is_not_handed_back() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let mut written = File::create(volume.path("file")).unwrap();
+    written.write_all(&tree::pattern(1, 1 << 20)).unwrap();
+    written.sync_all().unwrap();
+    let mount = gpunvme::Mount::open(volume.root()).unwrap();
+    let file = gpunvme::File::open(volume.path("file")).unwrap();
+    let mut buffer = mount.register(gpunvme::Buffer::memfd(4 << 20).unwrap()).unwrap();
+    let old = tree::pattern(2, buffer.len());
+    buffer.copy_from_slice(&old);
+    let pages = File::from(buffer.memory().to_read().unwrap());
+    let memory = rustix::fs::memfd_create("own", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&memory, 1 << 20).unwrap();
+    rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK).unwrap();
+    let mut own = mount.register(gpunvme::HostMemory::memfd(memory, 1 << 20)).unwrap();
+    let (_, image) = volume.signal(Signal::KILL);
+
+    // Two segments: one alone the page cache may have.
+    let segment = |file_offset, buffer_offset, len| gpunvme::Segment { file_offset, buffer_offset, len };
+    let segments = [segment(0, 8192, 8192), segment(8192, 100_000, 500)];
+    let error = file.read(&mut buffer, &segments).unwrap_err();
+    assert!(matches!(error.errno().raw_os_error(), libc::ECONNABORTED | libc::ENOTCONN), "{error}");
+    assert!(*buffer == old, "it has other bytes");
+    buffer.fill(0xAB);
+    let mut seen = vec![0; old.len()];
+    pages.read_exact_at(&mut seen, 0).unwrap();
+    let is_replaced = |at: usize| seen[at..][..4096] == old[at..][..4096];
+    assert!(is_replaced(8192) && is_replaced(12288) && is_replaced(100_000 / 4096 * 4096), "the device still writes here");
+    assert!(!is_replaced(4096) && !is_replaced(16384), "more was replaced than was read to");
+    assert_eq!(buffer.memory().to_read().unwrap_err().errno().raw_os_error(), libc::ESTALE);
+
+    let error = file.read(&mut own, &segments[..1]).unwrap_err();
+    assert!(error.to_string().contains("the device may still write to memory"), "{error}");
+    let volume = image.mount();
+    let file = gpunvme::File::open(volume.path("file")).unwrap();
+    for error in [file.read(&mut buffer, &segments), file.write(&buffer, &segments), file.read(&mut own, &segments[..1])] {
+        let error = error.unwrap_err();
+        assert!(matches!(error, gpunvme::Error::LostBuffer { .. }), "{error}");
+    }
+}
+
 /// A program that runs until the mount dies, and the lines that it printed, each a promise.
 struct Program {
     child: Child,

@@ -78,6 +78,12 @@ fn a_c_program_uses_memory_of_its_own_and_rings() {
 }
 
 #[test]
+fn a_c_program_s_calls_may_fail_while_a_thread_ends() {
+    needs_mount!();
+    c_program(&Mounted::new(), "threads", &[]);
+}
+
+#[test]
 fn read_reports_checksum_and_route_of_any_part() {
     needs_mount!();
     let volume = Mounted::new();

@@ -1,7 +1,8 @@
 //! What a request in the order of a stream asks and tells while the stream works on it.
 //!
 //! It guards that an observer is not called any more once the call that made the request has
-//! returned an error: what it refers to may be gone then.
+//! returned an error: what it refers to may be gone then. Before that it may have been, because the
+//! stream may come to a part of the request while CUDA refuses the rest.
 //!
 //! Locks: [`Watch`]'s own is held while the observer is called.
 
