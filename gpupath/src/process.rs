@@ -75,6 +75,13 @@ impl Process {
         self.identity
     }
 
+    /// The process as it would be if it were another one with the same id, that began then.
+    #[cfg(test)]
+    pub fn another(mut self, started: u64) -> Process {
+        self.identity.started = started;
+        self
+    }
+
     /// Whether any of its threads is alive.
     pub fn is_alive(&self) -> bool {
         let mut polled = [PollFd::new(&self.pidfd, PollFlags::IN)];

@@ -383,6 +383,10 @@ impl Shared {
         let mut state = self.state.write();
         let Tables { owners, last_id, .. } = &mut *state;
         let owner = match owners.entry(id) {
+            // The process that asks has ended since, and another one has its id.
+            hash_map::Entry::Occupied(owner) if owner.get().process.identity() != process.identity() => {
+                return Err(RegistryError::UnknownCaller(Errno::SRCH));
+            }
             hash_map::Entry::Occupied(owner) => owner.into_mut(),
             hash_map::Entry::Vacant(vacant) => {
                 let data = epoll::EventData::new_u64(id.into());

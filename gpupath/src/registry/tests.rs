@@ -123,6 +123,20 @@ impl Drop for Owner {
     }
 }
 
+/// A process ends while its buffer is mapped, and its id becomes another's, which has buffers.
+#[test]
+fn a_buffer_of_a_process_that_ended_is_not_given_to_the_next_with_its_id() {
+    let bench = Bench::new();
+    let owner = Owner::start();
+    let buffer = bench.register(owner.0.id());
+    let Client { process, user } = client(owner.0.id());
+    let region = Region::of_device(bench.memory.try_clone().unwrap(), LEN).unwrap();
+    let late = bench.registry.enter(Client { process: process.another(1), user }, region, Route::P2p);
+    assert_eq!(late.err().map(|error| error.errno()), Some(libc::ESRCH));
+    assert_eq!(bench.registry.usage(), Usage { buffers: 1, bytes: LEN as u64, processes: 1 });
+    assert!(!buffer.is_revoked());
+}
+
 #[test]
 fn aligned_middles_go_direct_and_the_rest_is_copied() {
     let bench = Bench::new();

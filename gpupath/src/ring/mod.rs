@@ -5,6 +5,7 @@
 //! whose words cannot be right. What an application does to its ring costs it the ring, and no
 //! other application anything.
 
+mod count;
 mod deferred_drop;
 mod groups;
 mod plain;

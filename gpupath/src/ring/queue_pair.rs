@@ -2,6 +2,7 @@
 //! ring's rules. It knows no threads: the service thread takes submissions, and the thread that
 //! ends a transfer completes it.
 
+use super::count::Counted;
 use super::deferred_drop::{DeferredDrop, Held};
 use super::groups::{Amount, Member};
 use super::readers::Reader;
@@ -61,6 +62,7 @@ pub(super) struct Ring {
     file_size: Mutex<Option<(Instant, u64)>>,
     /// Where what it lets go of goes.
     deferred_drop: DeferredDrop,
+    _counted: Counted,
 }
 
 #[derive(Default)]
@@ -94,7 +96,7 @@ impl Ring {
         memory: RingMemory,
         submitted: OwnedFd,
         completed: Signal,
-        deferred_drop: DeferredDrop,
+        (deferred_drop, counted): (DeferredDrop, Counted),
     ) -> Ring {
         Ring {
             id,
@@ -115,6 +117,7 @@ impl Ring {
             buffers: Mutex::default(),
             file_size: Mutex::default(),
             deferred_drop,
+            _counted: counted,
         }
     }
 

@@ -5,6 +5,7 @@
 //! each have one. The load of a ring is unknown when it is made, but never more transfers at a time
 //! than it has entries.
 
+use super::count::Count;
 use super::deferred_drop::DeferredDrop;
 use super::queue_pair::Ring;
 use super::readers::Readers;
@@ -95,6 +96,7 @@ pub struct Rings {
     /// Who reads which file.
     readers: Readers,
     files: Arc<Limited>,
+    count: Count,
 }
 
 /// What making a ring changes. It is locked before a service's rings are.
@@ -110,9 +112,9 @@ struct Opening {
 }
 
 impl Rings {
-    /// How many there are.
+    /// How many there are. It waits for nothing.
     pub fn count(&self) -> usize {
-        self.opening.lock().made.iter().filter(|ring| ring.strong_count() > 0).count()
+        self.count.get()
     }
 
     /// No rings yet. Up to `services` threads, at least one, will serve them, each with a queue of
@@ -133,6 +135,7 @@ impl Rings {
             deferred_drop,
             readers: Readers::default(),
             files: Limited::new(FILES),
+            count: Count::default(),
             dropping: Mutex::new(Some(dropping)),
             services: (0..services).map(|_| OnceLock::new()).collect(),
             opening: Mutex::new(Opening {
@@ -268,8 +271,8 @@ impl Rings {
         opening.last_id += 1;
         let id = opening.last_id;
         let member = self.shares.member(caller.user, owner.id);
-        let ring =
-            Arc::new(Ring::new(id, (caller.user, owner), member, mapped, submitted, completed, self.deferred_drop.clone()));
+        let (deferred_drop, counted) = (self.deferred_drop.clone(), self.count.one());
+        let ring = Arc::new(Ring::new(id, (caller.user, owner), member, mapped, submitted, completed, (deferred_drop, counted)));
         opening.made.push(Arc::downgrade(&ring));
         self.shares.add(&ring);
         self.service_for(&mut opening, weight(&ring)).add(ring)?;

@@ -6,6 +6,7 @@
 //! and to a victim, [`gpunvme_tests::observe`] tells.
 
 mod appends;
+mod coherence;
 mod fuzz;
 mod ownership;
 mod registration;
@@ -19,6 +20,7 @@ mod victim;
 fn each_attack_has_a_name_of_its_own() {
     gpunvme_tests::attack::check_or_carry_out(&[
         appends::ATTACKS,
+        coherence::ATTACKS,
         fuzz::ATTACKS,
         ownership::ATTACKS,
         registration::ATTACKS,

@@ -1,5 +1,5 @@
-//! A user who works on a mount while others attack it: reads by ioctl and by a ring, and a write
-//! that is synced, again and again.
+//! A user who works on a mount while others attack it: reads by ioctl and by a ring, a write that is
+//! synced, and one by ioctl that makes a file longer, again and again.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -21,10 +21,14 @@ pub const ATTACKS: &[(&str, Attack)] = attacks![be_a_victim];
 pub const FILE: &str = "victim";
 const LEN: usize = 1 << 20;
 const BLOCK: u64 = 4096;
+/// What it appends.
+const PIECE: u64 = 64 << 10;
+/// How long a file of its own becomes before it begins anew.
+const LONGEST: u64 = 16 << 20;
 
 /// How often each of its calls was answered, and how long the longest took, in milliseconds.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Latencies([(u64, u64); 3]);
+pub struct Latencies([(u64, u64); 4]);
 
 impl Latencies {
     pub fn longest(&self) -> Duration {
@@ -39,8 +43,8 @@ impl Latencies {
 
 impl fmt::Display for Latencies {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [ioctl, ring, write] = self.0;
-        write!(out, "READ {} {} ring {} {} write+fsync {} {}", ioctl.0, ioctl.1, ring.0, ring.1, write.0, write.1)
+        let names = ["READ", "ring", "write+fsync", "WRITE"];
+        names.iter().zip(self.0).try_for_each(|(name, (count, longest))| write!(out, "{name} {count} {longest} "))
     }
 }
 
@@ -100,7 +104,18 @@ fn be_a_victim(attacker: &mut Attacker) {
         own.write_all_at(&[7; BLOCK as usize], 0).unwrap();
         own.sync_all().unwrap();
     });
-    let all = [by_ioctl, by_ring, by_write];
+    let growing = File::options().read(true).write(true).create_new(true).open(attacker.path("victims-growing")).unwrap();
+    let piece = Buffer::new(&growing, PIECE);
+    let mut end = 0;
+    let by_append = Victim::begin(move || {
+        assert_eq!(piece.write(&growing, end, PIECE).unwrap().bytes, PIECE);
+        end += PIECE;
+        if end == LONGEST {
+            growing.set_len(0).unwrap();
+            end = 0;
+        }
+    });
+    let all = [by_ioctl, by_ring, by_write, by_append];
     while attacker.hear() == "so far" {
         let each = all.each_ref().map(|call| (call.count(), call.longest().as_millis() as u64));
         attacker.say(Latencies(each));

@@ -6,6 +6,8 @@ use gpunvme_engine::data::{Asker, system_time};
 use gpunvme_engine::volume::Context;
 use rustix::thread::CapabilitySet;
 
+use super::resources::turns::Owner;
+
 /// The caller of an operation, and the time of its request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Caller {
@@ -19,6 +21,11 @@ impl Caller {
     /// This thread of this user and group, now.
     pub(crate) fn now(uid: u32, gid: u32, thread: u32) -> Caller {
         Caller { context: Context { uid, gid, now: system_time() }, thread }
+    }
+
+    /// For whom tasks of this request are done. Requests name a thread, not its process.
+    pub(crate) fn owner(&self) -> Owner {
+        Owner { user: self.context.uid, process: self.thread }
     }
 
     /// Whether the caller is a member of a group, or is root, which may do what members may. A

@@ -36,6 +36,8 @@ const PARKED: usize = 64;
 /// Threads that work for long direct transfers. They wait for nothing, and fill memory at its full
 /// speed.
 const TRANSFER_THREADS: usize = 2;
+/// Threads that wait for the kernel before they answer a write. Rarely needed.
+const OVERTAKEN_THREADS: usize = 16;
 /// Threads that wait for the kernel.
 const INVALIDATION_THREADS: usize = 16;
 
@@ -63,8 +65,9 @@ impl Session {
             request_budget: RequestBudget::new(REQUEST_BYTES),
             append_order: AppendOrder::new(PARKED),
             syncs: Syncs::default(),
-            general: Workers::new("worker", GENERAL_THREADS)?,
-            invalidations: Workers::new("invalidation", INVALIDATION_THREADS)?,
+            general: Workers::with_quotas("worker", GENERAL_THREADS)?,
+            overtaken: Workers::with_quotas("overtaken", OVERTAKEN_THREADS)?,
+            invalidations: Workers::with_quotas("invalidation", INVALIDATION_THREADS)?,
             device_shares: DeviceShares::new(transfers.clone()),
             transfers,
             plan_budget: Arc::default(),
@@ -110,6 +113,7 @@ impl Session {
         front.transfers.end();
         front.general.end();
         drop(late_fragments);
+        front.overtaken.end();
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {
             for ino in front.lookups.orphans() {

@@ -28,6 +28,8 @@ pub(crate) struct Front {
     pub(crate) append_order: AppendOrder,
     pub(crate) syncs: Syncs,
     pub(crate) general: Arc<Workers>,
+    /// Before `invalidations`, which may wait for what is answered here.
+    pub(crate) overtaken: Arc<Workers>,
     pub(crate) invalidations: Arc<Workers>,
     pub(crate) transfers: Arc<Workers>,
     pub(crate) device_shares: Arc<DeviceShares>,

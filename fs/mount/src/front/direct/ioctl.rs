@@ -71,7 +71,7 @@ impl Front {
             Ok(Request::Unregister(unregister)) => {
                 self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
             }
-            Ok(Request::Resolve(resolve)) => self.resolve(ino, resolve, done),
+            Ok(Request::Resolve(resolve)) => self.resolve(caller, ino, resolve, done),
             Ok(Request::Read(request, claim)) => {
                 self.transfer_by_ioctl(caller, ino, (Direction::Read, request, claim), done);
             }
@@ -134,12 +134,12 @@ impl Front {
         self.direct.server.transfer(caller.of_direct(), transfer, ino, file, done);
     }
 
-    fn resolve(self: &Arc<Self>, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {
+    fn resolve(self: &Arc<Self>, caller: Caller, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {
         let front = self.clone();
         let end = request.offset.saturating_add(request.len).min(FILE_SIZE_MAX);
         let start = request.offset.min(end);
         let is_written_back = ResolveFlags::from_bits_retain(request.flags).contains(ResolveFlags::WRITTEN_BACK);
-        self.written_back(ino, std::iter::once(start..end), is_written_back, move || {
+        self.written_back(caller.owner(), ino, std::iter::once(start..end), is_written_back, move || {
             let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
             front.attempt(
                 // One more than there is room for says whether there is more.

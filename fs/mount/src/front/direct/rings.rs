@@ -21,6 +21,7 @@ use super::transfers::Transfer;
 use crate::front::caller::Caller;
 use crate::front::operations::files::has_no_privileges;
 use crate::front::resources::snapshot_budget::BudgetedSnapshot;
+use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 
 /// How many transfers look the file up anew between two snapshots of it: a file that changes all
@@ -32,8 +33,8 @@ struct Attached {
     front: Arc<Front>,
     ino: u64,
     access: Access,
-    /// The user that attached it.
-    user: u32,
+    /// The user and thread that attached it.
+    owner: Owner,
     /// Locked by the threads that serve the ring: one.
     places: Mutex<Places>,
 }
@@ -65,7 +66,7 @@ impl Front {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = |access| Arc::new(Attached::new(front, ino, access, caller.context.uid)) as Arc<dyn OpenFile>;
+                let file = |access| Arc::new(Attached::new(front, ino, access, caller.owner())) as Arc<dyn OpenFile>;
                 done(front.direct.rings.attach(caller.thread, &request, ino, file));
             },
         );
@@ -75,11 +76,11 @@ impl Front {
 impl Attached {
     /// The kernel waits for the answer to an ioctl on the file, so it is known, and not being
     /// removed.
-    fn new(front: &Arc<Front>, ino: u64, access: Access, user: u32) -> Attached {
+    fn new(front: &Arc<Front>, ino: u64, access: Access, owner: Owner) -> Attached {
         let known = front.lookups.look_up(ino);
         debug_assert!(known, "an open file is being removed");
         front.fs.hold_file(ino);
-        Attached { front: front.clone(), ino, access, user, places: Mutex::default() }
+        Attached { front: front.clone(), ino, access, owner, places: Mutex::default() }
     }
 
     /// Has a snapshot that is current, if there can be one now.
@@ -94,11 +95,11 @@ impl Attached {
         }
         places.patience = PATIENCE;
         // What stalls is looked up by the transfer, on a thread that may wait.
-        let limit = self.front.snapshot_budget.most(self.user);
+        let limit = self.front.snapshot_budget.most(self.owner.user);
         let found = self.front.fs.snapshot(self.ino, limit).ok().flatten();
         // Asked after the snapshot was made: it is no longer current when this changes.
         places.has_privileges = !has_no_privileges(&self.front.fs, self.ino).is_ok_and(|has_none| has_none);
-        places.snapshot = found.and_then(|snapshot| self.front.snapshot_budget.keep(self.user, snapshot));
+        places.snapshot = found.and_then(|snapshot| self.front.snapshot_budget.keep(self.owner.user, snapshot));
     }
 }
 
@@ -173,7 +174,7 @@ impl OpenFile for Attached {
 
     fn forget_pages(&self, range: Range<u64>, then: Box<dyn FnOnce() + Send>) {
         let (front, ino) = (self.front.clone(), self.ino);
-        self.front.invalidations.run(move || {
+        self.front.invalidations.run_for(self.owner, move || {
             front.invalidate(ino, vec![range], || None);
             then();
         });

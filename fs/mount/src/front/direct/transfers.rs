@@ -164,7 +164,7 @@ impl Front {
         }
         let front = self.clone();
         let is_written_back = transfer.request().flags.contains(TransferFlags::WRITTEN_BACK);
-        self.written_back(transfer.ino, ranges.into_iter(), is_written_back, move || {
+        self.written_back(transfer.owner(), transfer.ino, ranges.into_iter(), is_written_back, move || {
             let (at, outcome) = (Position::default(), Outcome::default());
             if is_write {
                 let written = Written { in_place: true, shown: false };
@@ -388,7 +388,7 @@ impl Front {
             return self.answer_write(transfer, outcome);
         }
         let front = self.clone();
-        self.invalidations.run(move || {
+        self.invalidations.run_for(transfer.owner(), move || {
             let last = || if is_whole { front.last_byte(&transfer) } else { None };
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
             front.answer_write(transfer, outcome);

@@ -1,11 +1,20 @@
 //! Coherence of the kernel's page cache with direct transfers: dirty pages are written back before
 //! a transfer looks, and pages that a transfer has changed are dropped.
 
+use std::iter;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::front::kernel::PAGE;
+use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
+
+/// Bytes that are written back at a time, at first. The next are twice as many: a range that the
+/// kernel has little of may be as long as a file can be.
+const STEP: u64 = 4 << 20;
+/// How long a thread goes on with such steps before others have a turn.
+const TURN: Duration = Duration::from_millis(2);
 
 impl Front {
     /// Runs `then` when the kernel holds nothing of these ranges that the filesystem does not have.
@@ -13,6 +22,7 @@ impl Front {
     /// thread that the kernel does not wait for.
     pub(crate) fn written_back(
         self: &Arc<Self>,
+        owner: Owner,
         ino: u64,
         ranges: impl Iterator<Item = Range<u64>> + Clone,
         is_written_back: bool,
@@ -21,11 +31,30 @@ impl Front {
         if is_written_back || !self.lookups.may_have(ino, ranges.clone()) {
             return then();
         }
-        let (front, ranges): (_, Vec<Range<u64>>) = (self.clone(), ranges.collect());
-        self.invalidations.run(move || {
-            front.invalidate(ino, ranges, || None);
-            front.general.run(then);
+        self.write_back(owner, ino, ranges.collect(), then);
+    }
+
+    /// As [`Front::written_back`], in turns with what is done for others.
+    fn write_back(self: &Arc<Self>, owner: Owner, ino: u64, mut left: Vec<Range<u64>>, then: impl FnOnce() + Send + 'static) {
+        let front = self.clone();
+        self.invalidations.run_for(owner, move || {
+            let (since, mut most) = (Instant::now(), STEP);
+            while since.elapsed() < TURN
+                && let Some(step) = next_step(&mut left, most)
+            {
+                if front.lookups.may_have(ino, iter::once(step.clone())) {
+                    front.invalidate(ino, vec![step], || None);
+                }
+                most *= 2;
+            }
+            if left.is_empty() { front.general.run_for(owner, then) } else { front.write_back(owner, ino, left, then) }
         });
+    }
+
+    /// Makes the kernel forget its pages of these ranges of a file, some time from now.
+    pub(crate) fn invalidate_later(self: &Arc<Self>, owner: Owner, ino: u64, ranges: Vec<Range<u64>>) {
+        let front = self.clone();
+        self.invalidations.run_for(owner, move || front.invalidate(ino, ranges, || None));
     }
 
     /// Makes the kernel write back and forget its pages of these ranges of a file, and the file's
@@ -38,23 +67,31 @@ impl Front {
 
     /// Answers a write of pages that the kernel may have read as they were before it
     /// ([`Lookups::is_overtaken`]), when the kernel has forgotten them. It keeps locked until the
-    /// answer at most those that are not written as a whole; these it forgets after that.
+    /// answer at most those that are not written as a whole; these it forgets after that. Another
+    /// invalidation may wait for one of those, so that what comes before the answer must not wait
+    /// for a thread of invalidations.
     ///
     /// [`Lookups::is_overtaken`]: crate::front::kernel::Lookups::is_overtaken
-    pub(crate) fn answer_overtaken(self: &Arc<Self>, ino: u64, range: Range<u64>, answer: impl FnOnce() + Send + 'static) {
+    pub(crate) fn answer_overtaken(
+        self: &Arc<Self>,
+        owner: Owner,
+        ino: u64,
+        range: Range<u64>,
+        answer: impl FnOnce() + Send + 'static,
+    ) {
         let whole = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
+        if whole.is_empty() {
+            answer();
+            return self.invalidate_later(owner, ino, vec![range]);
+        }
         let front = self.clone();
-        self.invalidations.run(move || {
-            if whole.is_empty() {
-                answer();
-                return front.invalidate(ino, vec![range], || None);
-            }
+        self.overtaken.run_for(owner, move || {
             front.invalidate_beside(false, ino, vec![whole.clone()], || None);
             answer();
             let edges = [range.start..whole.start, whole.end..range.end];
             let edges: Vec<Range<u64>> = edges.into_iter().filter(|edge| !edge.is_empty()).collect();
             if !edges.is_empty() {
-                front.invalidate(ino, edges, || None);
+                front.invalidate_later(owner, ino, edges);
             }
         });
     }
@@ -84,4 +121,15 @@ impl Front {
         let refused = ranges.into_iter().filter(|range| !kernel.invalidate(ino, range.clone())).count();
         self.lookups.end_invalidation(ino, number, refused == 0);
     }
+}
+
+/// Takes at most so many bytes, and at least one, off the last of the ranges.
+fn next_step(ranges: &mut Vec<Range<u64>>, most: u64) -> Option<Range<u64>> {
+    let range = ranges.last_mut()?;
+    let step = range.start..range.end.min(range.start.saturating_add(most));
+    range.start = step.end;
+    if range.is_empty() {
+        ranges.pop();
+    }
+    Some(step)
 }

@@ -10,6 +10,7 @@ use rustix::thread::CapabilitySet;
 
 use super::names::{SET_GROUP_ID_PROGRAM, set_id_bits};
 use crate::front::caller::{Caller, asker};
+use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use crate::front::write_request::WriteRequest;
 use gpunvme_engine::data::resize::Allocate;
@@ -74,7 +75,7 @@ impl Front {
             front.fs.write(ino, how.offset, data, caller.context.now)?;
             Ok(how.offset)
         };
-        let (len, last) = (data.len() as u64, data.last().copied());
+        let (owner, len, last) = (caller.owner(), data.len() as u64, data.last().copied());
         let front = self.clone();
         let end = move |front: &Arc<Front>, written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
@@ -84,21 +85,24 @@ impl Front {
             }
             done(written.map(drop));
             if is_refused {
-                front.take_bytes_back(ino, how.offset..how.offset.saturating_add(len));
+                // The kernel has the bytes in its pages: they are no file's, but mappings show
+                // them. It keeps the pages locked until the answer.
+                let range = how.offset..how.offset.saturating_add(len);
+                front.invalidate_later(owner, ino, vec![range]);
             }
             // After the answer: the caller sends its next bytes while these go to the device.
             front.fs.write_behind(ino);
             if let Some(last) = last.filter(|_| place != how.offset) {
                 // Answered first: until then the kernel may keep a page locked that it has to
                 // forget.
-                front.moved(ino, how.offset..how.offset + len, place..place + len, last);
+                front.moved(owner, ino, how.offset..how.offset + len, place..place + len, last);
             }
         };
         let done = move |written: Result<u64, FsError>| {
             let range = how.offset..how.offset.saturating_add(len);
             if how.cached && !how.mapped && written.is_ok() && front.lookups.is_overtaken(ino, range.clone()) {
                 let after = front.clone();
-                return front.answer_overtaken(ino, range, move || end(&after, written));
+                return front.answer_overtaken(owner, ino, range, move || end(&after, written));
             }
             end(&front, written);
         };
@@ -130,9 +134,9 @@ impl Front {
 
     /// Corrects the kernel's view of an append that went elsewhere than the kernel believes: it
     /// forgets the bytes there, and learns the new end by the last byte.
-    fn moved(self: &Arc<Self>, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
+    fn moved(self: &Arc<Self>, owner: Owner, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
         let front = self.clone();
-        self.invalidations.run(move || {
+        self.invalidations.run_for(owner, move || {
             let end = || {
                 // Another process may have shortened it since.
                 let ends_there = front.fs.wait(|| front.fs.attributes(ino)).is_ok_and(|now| now.inode.size == to.end);
@@ -184,14 +188,6 @@ impl Front {
                 Err(error) => done(Err(error)),
             },
         );
-    }
-
-    /// Makes the kernel forget the bytes of a refused write, which it has in its pages: they are no
-    /// file's, but mappings show them. To be called after the answer, until which the kernel keeps
-    /// the pages locked.
-    fn take_bytes_back(self: &Arc<Self>, ino: u64, range: Range<u64>) {
-        let front = self.clone();
-        self.invalidations.run(move || front.invalidate(ino, vec![range], || None));
     }
 
     /// Makes the kernel forget attributes that are out of date with a direct write. It forgets them

@@ -48,17 +48,25 @@ impl<T> Turns<T> {
 
     /// Takes the next task.
     pub fn pop(&mut self) -> Option<T> {
-        let mut user = self.users.pop_front()?;
+        self.pop_of(|_| true).map(|(_, item)| item)
+    }
+
+    /// Takes the next task of a user who may have one done now, and tells the user. The others keep
+    /// their turns.
+    pub fn pop_of(&mut self, may: impl Fn(u32) -> bool) -> Option<(u32, T)> {
+        let at = self.users.iter().position(|user| may(user.of))?;
+        let mut user = self.users.remove(at).expect("found above");
         let mut process = user.waiting.pop_front().expect("a user that is here has something");
         let item = process.waiting.pop_front().expect("a process that is here has something");
         if !process.waiting.is_empty() {
             user.waiting.push_back(process);
         }
+        let of = user.of;
         if !user.waiting.is_empty() {
             self.users.push_back(user);
         }
         self.len -= 1;
-        Some(item)
+        Some((of, item))
     }
 
     /// Drops all tasks.
@@ -96,6 +104,15 @@ mod tests {
         assert_eq!(order[..6], [(1, 0, 0), (2, 7, 0), (1, 1, 0), (2, 7, 1), (1, 2, 0), (2, 7, 2)]);
         let of_one: Vec<_> = order.iter().filter(|(user, ..)| *user == 1).collect();
         assert!(of_one.iter().enumerate().all(|(at, (_, process, round))| (*process, *round) == (at as u32 % 20, at / 20)));
+    }
+
+    #[test]
+    fn one_who_may_not_have_more_keeps_the_next_turn() {
+        let mut turns = Turns::default();
+        [1, 1, 2, 2].into_iter().enumerate().for_each(|(at, user)| turns.push(Owner { user, process: 7 }, at));
+        assert_eq!(turns.pop_of(|user| user != 1), Some((2, 2)));
+        assert_eq!(turns.pop_of(|_| false), None);
+        assert_eq!([turns.pop(), turns.pop(), turns.pop(), turns.pop()], [Some(0), Some(3), Some(1), None]);
     }
 
     #[test]

@@ -1,14 +1,19 @@
 //! Threads for tasks that wait, which a loop of the transport must not do.
 //!
-//! There are four pools, so that no task waits for another of its own pool. Threads of a later one
+//! There are five pools, so that no task waits for another of its own pool. Threads of a later one
 //! may wait for those of an earlier one, never the other way round:
 //! 1. *completions*: ends what I/O began. Waits for the journal, never for a file or for room in
 //!    the write buffer.
 //! 2. *general*: operations that stalled. May wait for anything inside the filesystem.
-//! 3. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a
+//! 3. *overtaken*: has the kernel forget pages, before it answers a write. Waits for the kernel,
+//!    which may itself wait for the answer to a read.
+//! 4. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a
 //!    write. Its threads submit no I/O that is not over when the call returns: io_uring has the
 //!    thread that submitted complete it, and one that waits for a page in the kernel cannot.
-//! 4. *transfers*: works for direct transfers that are long, in turns. Waits for nothing.
+//! 5. *transfers*: works for direct transfers that are long, in turns. Waits for nothing.
+//!
+//! Users take turns with the threads of a pool, and where a task of one may take long no user has
+//! all of them ([`Workers::with_quotas`]).
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,10 +22,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustc_hash::FxHashMap;
 
 use super::turns::{Owner, Turns};
 use crate::front::messages;
 use gpunvme_engine::data::Spawn;
+use gpunvme_gpupath::quota::quota;
 
 /// How long threads that have nothing to do stay.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -35,6 +42,8 @@ pub struct Workers {
 struct Shared {
     name: &'static str,
     limit: usize,
+    /// Whether a user may have but a quota of the threads.
+    has_quotas: bool,
     state: Mutex<ThreadPool>,
     /// Signalled when there is a task, or the pool ends.
     work: Condvar,
@@ -47,6 +56,9 @@ struct ThreadPool {
     tasks: Turns<Task>,
     threads: usize,
     idle: usize,
+    /// Tasks that are being done, where there are quotas, and of whom.
+    busy: usize,
+    busy_of: FxHashMap<u32, usize>,
     /// The lowest number of idle threads since `since`.
     least_idle: usize,
     since: Option<Instant>,
@@ -61,7 +73,21 @@ impl Workers {
     /// # Errors
     /// If the system has no thread to give.
     pub fn new(name: &'static str, limit: usize) -> io::Result<Arc<Workers>> {
-        let shared = Shared { name, limit, state: Mutex::default(), work: Condvar::new(), left: Condvar::new() };
+        Workers::begin(name, limit, false)
+    }
+
+    /// As [`Workers::new`], where the tasks of one user have half of the threads that those of
+    /// others leave, at the most ([`quota`]). Tasks that are no user's count as root's.
+    ///
+    /// # Errors
+    /// As for [`Workers::new`].
+    pub fn with_quotas(name: &'static str, limit: usize) -> io::Result<Arc<Workers>> {
+        Workers::begin(name, limit, true)
+    }
+
+    fn begin(name: &'static str, limit: usize, has_quotas: bool) -> io::Result<Arc<Workers>> {
+        let (work, left) = (Condvar::new(), Condvar::new());
+        let shared = Shared { name, limit, has_quotas, state: Mutex::default(), work, left };
         let workers = Workers { shared: Arc::new(shared) };
         workers.shared.state.lock().threads = 1;
         Shared::start(&workers.shared)?;
@@ -128,7 +154,11 @@ impl Shared {
     fn work(&self) {
         let mut state = self.state.lock();
         loop {
-            if let Some(task) = state.tasks.pop() {
+            if let Some((user, task)) = self.next(&mut state) {
+                // What ended last may have left room for the tasks of others, too.
+                if self.has_quotas && state.idle > 0 && !state.tasks.is_empty() {
+                    self.work.notify_one();
+                }
                 drop(state);
                 // It is unknown what the panicked task was doing to the volume: nothing of it may
                 // reach the device.
@@ -136,6 +166,9 @@ impl Shared {
                     std::process::abort();
                 }
                 state = self.state.lock();
+                if self.has_quotas {
+                    state.is_done(user);
+                }
                 continue;
             }
             if state.ending {
@@ -154,7 +187,34 @@ impl Shared {
     }
 }
 
+impl Shared {
+    /// Takes the next task that may be done now, and counts it.
+    fn next(&self, state: &mut ThreadPool) -> Option<(u32, Task)> {
+        if !self.has_quotas {
+            return state.tasks.pop_of(|_| true);
+        }
+        let ThreadPool { tasks, busy, busy_of, .. } = state;
+        let next = tasks.pop_of(|user| {
+            let of_user = busy_of.get(&user).copied().unwrap_or(0);
+            (of_user as u64) < quota(user, self.limit as u64, (*busy - of_user) as u64)
+        })?;
+        *busy += 1;
+        *busy_of.entry(next.0).or_default() += 1;
+        Some(next)
+    }
+}
+
 impl ThreadPool {
+    /// A task of this user was done.
+    fn is_done(&mut self, user: u32) {
+        self.busy -= 1;
+        let of_user = self.busy_of.get_mut(&user).expect("counted when it began");
+        *of_user -= 1;
+        if *of_user == 0 {
+            self.busy_of.remove(&user);
+        }
+    }
+
     /// Whether a thread that has nothing to do ends. Threads take tasks in turns, so that none is
     /// idle for long where there is a task now and then: what counts is how many were not needed.
     fn is_surplus(&mut self) -> bool {
@@ -190,6 +250,44 @@ mod tests {
         for _ in 0..3 {
             receiver.recv_timeout(Duration::from_secs(10)).unwrap();
         }
+    }
+
+    /// Tasks of one user that wait, more than there are threads, leave some to another user, to a
+    /// third, and to what is no user's.
+    #[test]
+    fn no_user_has_all_threads_where_there_are_quotas() {
+        let workers = Workers::with_quotas("test", 16).unwrap();
+        let (sender, begun) = mpsc::channel();
+        let (release, held) = mpsc::channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        let begin = |user, count| {
+            for _ in 0..count {
+                let (sender, held) = (sender.clone(), held.clone());
+                workers.run_for(Owner { user, process: 1 }, move || {
+                    sender.send(user).unwrap();
+                    let _ = held.lock().recv(); // the end of the test
+                });
+            }
+        };
+        let count = |user, expected| {
+            for _ in 0..expected {
+                assert_eq!(begun.recv_timeout(Duration::from_secs(10)), Ok(user));
+            }
+            let more = begun.recv_timeout(Duration::from_millis(50));
+            assert!(more.is_err(), "a further task of {more:?} began");
+        };
+        begin(1000, 100);
+        count(1000, 7);
+        begin(1001, 100);
+        count(1001, 4);
+        begin(1002, 100);
+        count(1002, 2);
+        let of_root = sender.clone();
+        workers.run(move || of_root.send(0).unwrap());
+        count(0, 1);
+        drop(release);
+        workers.end();
+        assert_eq!(begun.try_iter().count(), 300 - 13);
     }
 
     /// A task now and then keeps one thread, and not all that there once were.
