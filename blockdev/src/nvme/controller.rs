@@ -65,8 +65,8 @@ pub(super) struct Lifecycle {
     shadow: Option<Arc<Shadow>>,
     /// I/O queue pairs that the controller granted.
     granted: u32,
-    /// How often it was switched on until its first bring-up, where a volatile cache makes it matter
-    /// and the controller tells.
+    /// How often it was switched on until its first bring-up, where a volatile cache makes it
+    /// matter and the controller tells.
     pub(super) power: Option<u128>,
 }
 

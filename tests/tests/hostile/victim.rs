@@ -1,5 +1,5 @@
-//! A user who works on a mount while others attack it: reads by ioctl and by a ring, a write that is
-//! synced, and one by ioctl that makes a file longer, again and again.
+//! A user who works on a mount while others attack it: reads by ioctl and by a ring, a write that
+//! is synced, and one by ioctl that makes a file longer, again and again.
 
 use std::fmt;
 use std::fs::{self, File};

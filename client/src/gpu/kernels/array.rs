@@ -158,9 +158,9 @@ impl GpuArray {
     /// one that the array was made over, open for writing; no kernel uses the array meanwhile.
     ///
     /// # Errors
-    /// [`Error::Path`] with `EINVAL` for another file, with `ETIMEDOUT`, when all others are written,
-    /// for pages whose write a kernel gave up, and which may still happen; as [`Transfers::write`].
-    /// What could not be written is still in the cache.
+    /// [`Error::Path`] with `EINVAL` for another file, with `ETIMEDOUT`, when all others are
+    /// written, for pages whose write a kernel gave up, and which may still happen; as
+    /// [`Transfers::write`]. What could not be written is still in the cache.
     pub fn flush(&mut self, file: &File) -> Result<u64> {
         if file.identity()? != self.identity {
             let action = "flush an array that was made over another file to it";
