@@ -14,8 +14,11 @@
 //! It guards that no layer is taken for loaded of which the file had less: in the rest of its
 //! memory are the bytes of another.
 
+mod placement;
+
+pub use self::placement::Tier;
+use self::placement::{Placed, place};
 use super::answer::Pending;
-use super::request::Segment;
 use super::transfers::Transfers;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -30,9 +33,6 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-
-/// What tensors in a layer's memory are aligned to, in bytes.
-const ALIGNMENT: u64 = 256;
 
 /// What a [`LayerLoader`] may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,17 +50,6 @@ impl Default for LayerSettings {
     fn default() -> Self {
         LayerSettings { resident: 0, pinned: 0, buffers: 2 }
     }
-}
-
-/// Where a layer is when it is not in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tier {
-    /// In memory of the GPU.
-    Resident,
-    /// In pinned host memory.
-    Pinned,
-    /// In the file.
-    Ssd,
 }
 
 /// A layer that is in the GPU's memory for what is put into the stream next.
@@ -109,20 +98,6 @@ pub struct LayerLoader {
     thread: Option<JoinHandle<()>>,
     // Memory goes after the thread.
     _resident: Vec<DeviceAllocation>,
-}
-
-/// A layer, and where it is.
-#[derive(Clone, Debug)]
-struct Placed {
-    number: usize,
-    tier: Tier,
-    /// Where its tensors are in the file.
-    ranges: Vec<Range<u64>>,
-    /// Where they are in its memory, and its length.
-    offsets: Vec<u64>,
-    len: u64,
-    /// Its memory, for the first two tiers.
-    address: u64,
 }
 
 /// What the thread uses.
@@ -195,7 +170,7 @@ impl LayerLoader {
     ) -> Result<LayerLoader> {
         let (path, gpu) = (file.path().to_owned(), Cuda::load()?.gpu(Which::Index(gpu))?);
         let failed = |error| Error::on_gpu(&path, "load layers into the memory of", &gpu, error);
-        let mut placed = place(&path, layers, settings)?;
+        let mut placed = place(&path, layers, settings.resident, settings.pinned)?;
         let size = file.size()?;
         if let Some(layer) = placed.iter().find(|layer| layer.ranges.iter().any(|range| range.end > size)) {
             return Err(ends_before(&path, layer.number));
@@ -387,22 +362,6 @@ impl Drop for LayerLoader {
     }
 }
 
-impl Placed {
-    /// Those of its tensors.
-    fn bytes(&self) -> u64 {
-        self.ranges.iter().map(|range| range.end - range.start).sum()
-    }
-
-    fn segments(&self, address: u64) -> Vec<Segment> {
-        let segment = |(range, offset): (&Range<u64>, &u64)| Segment {
-            file_offset: range.start,
-            address: address + offset,
-            len: range.end - range.start,
-        };
-        self.ranges.iter().zip(&self.offsets).filter(|(range, _)| !range.is_empty()).map(segment).collect()
-    }
-}
-
 impl FilledBuffer {
     fn new(gpu: &Gpu, len: usize) -> std::result::Result<FilledBuffer, CudaError> {
         Ok(FilledBuffer { memory: gpu.alloc(len)?, filled: gpu.event()?, used: gpu.event()? })
@@ -534,76 +493,4 @@ fn is_whole(path: &Path, layer: usize, bytes: u64, read: Result<Transfer>) -> Re
 fn ends_before(path: &Path, layer: usize) -> Error {
     let why = format!("the file ends before layer {layer} does");
     Error::NotDone { path: path.to_owned(), action: "load layers of it", errno: Errno::IO, why }
-}
-
-/// What each layer's memory is like, and its tier: of each tier an even part of the model.
-fn place(path: &Path, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Result<Vec<Placed>> {
-    let wrong = |action| Error::Path { path: path.to_owned(), action, errno: Errno::INVAL };
-    if layers.is_empty() {
-        return Err(wrong("load a model of no layers from it"));
-    }
-    let mut placed = Vec::with_capacity(layers.len());
-    for (number, ranges) in layers.iter().enumerate() {
-        let (mut offsets, mut len) = (Vec::with_capacity(ranges.len()), 0u64);
-        for range in ranges {
-            if range.start > range.end || range.end > gpunvme_abi::MAX_OFFSET {
-                return Err(wrong("load a tensor that ends before it begins, or past the end of all files, from it"));
-            }
-            offsets.push(len);
-            let end = len.checked_add((range.end - range.start).next_multiple_of(ALIGNMENT));
-            len = end.ok_or_else(|| wrong("load a layer of more bytes than any memory has from it"))?;
-        }
-        if len == 0 {
-            return Err(wrong("load a layer of no bytes from it"));
-        }
-        placed.push(Placed { number, tier: Tier::Ssd, ranges: ranges.clone(), offsets, len, address: 0 });
-    }
-    for (tier, budget) in [(Tier::Resident, settings.resident), (Tier::Pinned, settings.pinned)] {
-        let total: u128 = placed.iter().filter(|layer| layer.tier == Tier::Ssd).map(|layer| u128::from(layer.len)).sum();
-        let (mut seen, mut taken) = (0u128, 0u128);
-        for layer in placed.iter_mut().filter(|layer| layer.tier == Tier::Ssd) {
-            seen += u128::from(layer.len);
-            // As much as is due of the budget up to here.
-            if taken + u128::from(layer.len) <= u128::from(budget) * seen / total.max(1) {
-                taken += u128::from(layer.len);
-                layer.tier = tier;
-            }
-        }
-    }
-    Ok(placed)
-}
-
-#[cfg(test)]
-#[allow(clippy::single_range_in_vec_init)] // a layer of one tensor
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tiers_are_spread_evenly_and_stay_within_their_budgets() {
-        let layers: Vec<_> = (0..12u64).map(|n| vec![n * 1024..(n + 1) * 1024]).collect();
-        let settings = LayerSettings { resident: 4 * 1024 + 100, pinned: 4 * 1024, buffers: 2 };
-        let placed = place(Path::new("file"), &layers, settings).unwrap();
-        let count = |tier| placed.iter().filter(|layer| layer.tier == tier).count();
-        assert_eq!((count(Tier::Resident), count(Tier::Pinned), count(Tier::Ssd)), (4, 4, 4));
-        let on_ssd: Vec<_> = (0..12).filter(|n| placed[*n].tier == Tier::Ssd).collect();
-        assert!(on_ssd.windows(2).all(|pair| pair[1] - pair[0] <= 4), "{on_ssd:?}");
-        let all = LayerSettings { resident: u64::MAX, ..LayerSettings::default() };
-        assert!(place(Path::new("file"), &layers, all).unwrap().iter().all(|layer| layer.tier == Tier::Resident));
-    }
-
-    #[test]
-    fn layers_that_are_none_are_refused() {
-        let refused =
-            |layers: &[Vec<Range<u64>>]| place(Path::new("file"), layers, LayerSettings::default()).unwrap_err().errno();
-        assert_eq!(refused(&[]), Errno::INVAL);
-        assert_eq!(refused(&[vec![]]), Errno::INVAL);
-        assert_eq!(refused(&[vec![5..5]]), Errno::INVAL);
-        #[allow(clippy::reversed_empty_ranges)]
-        let backwards = vec![9..5];
-        assert_eq!(refused(&[backwards]), Errno::INVAL);
-        assert_eq!(refused(&[vec![0..u64::MAX]]), Errno::INVAL);
-        // Together they are longer than a number can say.
-        let longest = 0..gpunvme_abi::MAX_OFFSET;
-        assert_eq!(refused(&[vec![longest.clone(), longest.clone(), longest]]), Errno::INVAL);
-    }
 }

@@ -10,8 +10,8 @@ use crate::front::kernel::PAGE;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 
-/// Bytes that are written back at a time, at first. The next are twice as many: a range that the
-/// kernel has little of may be as long as a file can be.
+/// Bytes that are written back at a time. Where the kernel has nothing, twice as many are looked at
+/// next: a range may be as long as a file can be.
 const STEP: u64 = 4 << 20;
 /// How long a thread goes on with such steps before others have a turn.
 const TURN: Duration = Duration::from_millis(2);
@@ -42,10 +42,15 @@ impl Front {
             while since.elapsed() < TURN
                 && let Some(step) = next_step(&mut left, most)
             {
-                if front.lookups.may_have(ino, iter::once(step.clone())) {
+                if !front.lookups.may_have(ino, iter::once(step.clone())) {
+                    most = most.saturating_mul(2);
+                } else if step.end - step.start > STEP {
+                    // Somewhere in it.
+                    left.push(step);
+                    most = STEP;
+                } else {
                     front.invalidate(ino, vec![step], || None);
                 }
-                most *= 2;
             }
             if left.is_empty() { front.general.run_for(owner, then) } else { front.write_back(owner, ino, left, then) }
         });
