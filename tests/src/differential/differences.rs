@@ -38,6 +38,7 @@ pub const DIFFERENCES: &[(&str, How)] = &[
     ("unaligned-direct", How::AskedOtherwise),
     ("unwritten-data", How::NotAsked),
     ("largest-file", How::NotAsked),
+    ("direct-program", How::NotCompared),
     ("rwf-noappend", How::NotAsked),
     ("whiteouts", How::NotAsked),
     ("reflink", How::NotAsked),

@@ -54,7 +54,11 @@ impl Process {
             for &(at, from, len) in &placed {
                 unlimited(|| self.buffer.put(from, &content(seed, at, len as usize)))?;
             }
-            return Ok(self.buffer.transfer(abi::Command::Write, fd, &placed)?.bytes as i64);
+            match self.buffer.transfer(abi::Command::Write, fd, &placed) {
+                // `direct-program`: what a write takes from a file is gone on both.
+                Err(error) if error.raw_os_error() == Some(libc::EPERM) => {}
+                done => return Ok(done?.bytes as i64),
+            }
         }
         let flags = rustix::fs::fcntl_getfl(fd)?;
         let mut done = 0;
