@@ -76,6 +76,27 @@ struct Ring {
 	}
 };
 
+/* A daemon that answers whatever is submitted with a status, until it goes. */
+class Answering {
+      public:
+	Answering(Ring &ring, unsigned status)
+		: thread([this, &ring, status] {
+			  while (!over)
+				  ring.answer(status);
+		  })
+	{
+	}
+	~Answering()
+	{
+		over = true;
+		thread.join();
+	}
+
+      private:
+	std::atomic<bool> over{false};
+	std::thread thread;
+};
+
 /* An array of one set of four frames. */
 struct Array {
 	unsigned long long words[4] = {};
@@ -101,16 +122,9 @@ static int get(unsigned status, bool of_ring)
 	gpunvme::array<unsigned> array = made.for_kernels(ring, 500, 0);
 	if (of_ring)
 		*ring.word(GPUNVME_RING_OVER) = status;
-	std::atomic<bool> over{false};
-	std::thread daemon([&] {
-		while (!over)
-			ring.answer(status);
-	});
+	Answering daemon(ring, status);
 	unsigned value;
-	int ended = array.get(5, &value);
-	over = true;
-	daemon.join();
-	return ended;
+	return array.get(5, &value);
 }
 
 /* A status that is no errno is an error, and no value of the header's own. */
@@ -222,11 +236,7 @@ static void full()
 	static Ring ring;
 	static Array made;
 	gpunvme::array<unsigned> array = made.for_kernels(ring, 20000, 1);
-	std::atomic<bool> over{false};
-	std::thread daemon([&] {
-		while (!over)
-			ring.answer(0);
-	});
+	Answering daemon(ring, 0);
 	for (unsigned page = 0; page < 4; page++)
 		CHECK(array.hold(page * 1024).status == 0, "page %u", page);
 	std::thread end([&] {
@@ -240,8 +250,6 @@ static void full()
 	status = array.flush(0, 1);
 	CHECK(status == gpunvme::closed, "%d", status);
 	end.join();
-	over = true;
-	daemon.join();
 }
 
 /* The group is counted out once, by the thread that it was counted in by. */
@@ -250,11 +258,7 @@ static void apart()
 	static Ring ring;
 	static Array made;
 	gpunvme::array<unsigned> array = made.for_kernels(ring, 5000, 1);
-	std::atomic<bool> over{false};
-	std::thread daemon([&] {
-		while (!over)
-			ring.answer(0);
-	});
+	Answering daemon(ring, 0);
 	gpunvme::held<unsigned> first = array.hold(0), other = first;
 	other.holder = 0; /* as another thread of the group has it */
 	CHECK((made.words[first.frame] & gpunvme::detail::users) == 1, "%llx", made.words[first.frame]);
@@ -263,8 +267,6 @@ static void apart()
 	CHECK((made.words[first.frame] & gpunvme::detail::users) == 0, "%llx", made.words[first.frame]);
 	int status = array.flush(0, 1);
 	CHECK(status == 0, "%d", status);
-	over = true;
-	daemon.join();
 }
 
 int main(int argc, char **argv)
