@@ -3,9 +3,10 @@
 
 use std::fs;
 use std::ops::Range;
+use std::time::Duration;
 
-use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Settings, Tier, Transfers};
-use gpunvme::{Error, File, Mount};
+use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Observer, Segment, Settings, Tier, Transfers};
+use gpunvme::{Error, File, Mount, Transfer};
 use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
 use gpunvme_tests::cuda::{Pinned, own_stream};
 use gpunvme_tests::mounted::Mounted;
@@ -41,13 +42,16 @@ impl Site {
     }
 
     fn try_loader(&self, layers: &[Vec<Range<u64>>], settings: LayerSettings) -> Result<LayerLoader, Error> {
+        let file = File::open(self.volume.path("model")).unwrap();
+        LayerLoader::new(&self.transfers(), file, 0, layers, settings)
+    }
+
+    fn transfers(&self) -> Transfers {
         let mount = Mount::open(self.volume.root()).unwrap();
         // What was just written the page cache has: it is to come from the device.
         let mut usual = Settings::default();
         usual.caching = Caching::Never;
-        let transfers = Transfers::with(&mount, usual).unwrap();
-        let file = File::open(self.volume.path("model")).unwrap();
-        LayerLoader::new(&transfers, file, 0, layers, settings)
+        Transfers::with(&mount, usual).unwrap()
     }
 
     /// Goes through the model so many times, and has the stream copy each layer's tensors away as
@@ -294,26 +298,51 @@ fn a_file_that_becomes_shorter_under_a_loader_fails_the_layers_that_it_has_no_mo
     });
 }
 
-/// The stream passes a read before the library's thread answers it: often enough one comes first.
+/// Keeps the thread that serves streams from its work.
+struct Slow;
+
+impl Observer for Slow {
+    fn begins(&mut self) -> Result<i64, Errno> {
+        std::thread::sleep(Duration::from_millis(2));
+        Ok(0)
+    }
+
+    fn ends(&mut self, _: &Result<Transfer, Error>) {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// The stream passes a read before the library's thread has its outcome; that is kept busy here.
 #[test]
 fn a_model_is_not_finished_before_the_outcome_of_all_that_was_handed_out_is_known() {
     needs_mount!();
     with_software_cuda("", || {
         let site = Site::new();
         let layers: Vec<Vec<Range<u64>>> = vec![vec![0..100_000]];
-        for _ in 0..30 {
+        fs::write(site.volume.path("other"), &site.bytes[..4096]).unwrap();
+        let (transfers, other) = (site.transfers(), File::open(site.volume.path("other")).unwrap());
+        let (memory, stream) = (Pinned::new(site.gpu, 4096), own_stream(site.gpu));
+        let segments = [Segment { file_offset: 0, address: memory.address(), len: 4096 }];
+        for _ in 0..40 {
             fs::write(site.volume.path("model"), &site.bytes[..100_000]).unwrap();
-            let mut loader = site.loader(&layers, LayerSettings::default());
+            let model = File::open(site.volume.path("model")).unwrap();
+            let mut loader = LayerLoader::new(&transfers, model, 0, &layers, LayerSettings::default()).unwrap();
             // SAFETY: the stream is never destroyed.
             let mut next = || unsafe { loader.next(site.name) }.map(drop);
             next().unwrap();
             let model = fs::OpenOptions::new().write(true).open(site.volume.path("model")).unwrap();
             model.set_len(50_000).unwrap();
+            // SAFETY: nothing else uses the memory, and the stream is never destroyed.
+            let slow = (0..10).map(|_| unsafe { transfers.read_on_stream_with(&other, &segments, stream, Slow) }.unwrap());
+            let slow: Vec<_> = slow.collect();
             // Its buffer is filled when the first was used: with what the file has now.
             let handed_out = next().and_then(|()| next());
             // SAFETY: as above.
             let error = handed_out.and_then(|()| unsafe { loader.finish(site.name) }).expect_err("the file became shorter");
             is_short(&error, 0);
+            for read in slow {
+                read.wait().unwrap();
+            }
         }
     });
 }
