@@ -309,6 +309,53 @@ fn files_that_take_long_to_go_hold_up_no_ring() {
     until("it did not go", || watched.strong_count() == 0);
 }
 
+/// An application has two hundred thousand waiters for its eventfd, each of which a signal passes.
+#[test]
+fn an_eventfd_with_very_many_waiters_holds_up_its_owner_alone() {
+    let (server, rings) = rings(3, 1);
+    let buffer = register(&server);
+    let ring = Application::try_new(&rings, 1000, 8).unwrap();
+    let over = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let holding = Holding::new();
+    let waiting = std::sync::Barrier::new(201);
+    std::thread::scope(|scope| {
+        for _ in 0..200 {
+            let poll = || {
+                let mut polled = vec![PollFd::new(&ring.completed, PollFlags::PRI); 999];
+                polled.push(PollFd::new(&over, PollFlags::IN));
+                waiting.wait();
+                rustix::event::poll(&mut polled, None).unwrap();
+            };
+            std::thread::Builder::new().stack_size(256 << 10).spawn_scoped(scope, poll).unwrap();
+        }
+        waiting.wait();
+        std::thread::sleep(Duration::from_millis(500));
+        let time = |what: &dyn Fn()| {
+            let before = Instant::now();
+            what();
+            before.elapsed()
+        };
+        let signal = || drop(rustix::io::write(&ring.completed, &1u64.to_ne_bytes()).unwrap());
+        let one_signal = (0..5).map(|_| time(&signal)).min().unwrap();
+        rustix::io::read(&ring.completed, &mut [0; 8]).unwrap();
+        let mut took = Vec::new();
+        for number in 1..=100 {
+            ring.memory.swap(Word::Application, ASLEEP);
+            ring.submit(&rings, buffer, holding.0.clone());
+            until("it is not served", || holding.0.held() == 1);
+            // On this thread, as on one that serves another ring.
+            took.push(time(&|| holding.0.end_one()));
+            until("it was not woken", || ring.is_signalled());
+            rustix::io::read(&ring.completed, &mut [0; 8]).unwrap();
+            ring.memory.store(Word::CompletionHead, number);
+        }
+        took.sort();
+        println!("one signal {one_signal:?}; ends of transfers {:?} {:?} {:?}", took[0], took[50], took[99]);
+        assert!(took[50] < one_signal / 4, "{:?}, a signal {one_signal:?}", took[50]);
+        rustix::io::write(&over, &1u64.to_ne_bytes()).unwrap();
+    });
+}
+
 /// As a write of one ring for which a read of another had to wait.
 #[test]
 fn what_ends_on_the_thread_of_another_ring_wakes_its_own() {

@@ -1,5 +1,6 @@
 //! Drops on a thread of its own what may take long to drop: attached files, each of which may be
-//! the last reference to an inode. A process can attach many thousands, and end.
+//! the last reference to an inode, and eventfds, for which any number may wait. A process can
+//! attach many thousands, and end.
 //!
 //! It guards the threads that others wait for, those that serve rings and those that learn that a
 //! process ended.
@@ -65,13 +66,18 @@ impl<T: ?Sized + Send + Sync + 'static> Held<T> {
     pub fn new(held: Arc<T>, deferred_drop: &DeferredDrop) -> Held<T> {
         Held { held: Some(held), deferred_drop: deferred_drop.clone() }
     }
+
+    /// What is held, for a further reference, which whoever has it drops.
+    pub fn as_arc(&self) -> &Arc<T> {
+        self.held.as_ref().expect("it is there until it is dropped")
+    }
 }
 
 impl<T: ?Sized + Send + Sync + 'static> Deref for Held<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        self.held.as_ref().expect("it is there until it is dropped")
+        self.as_arc()
     }
 }
 

@@ -17,6 +17,8 @@ mod shares;
 #[allow(unsafe_code)]
 mod signal;
 mod thread;
+mod turns;
+mod wakes;
 mod watch;
 
 pub use rings::Rings;

@@ -6,8 +6,8 @@ use super::count::Counted;
 use super::deferred_drop::{DeferredDrop, Held};
 use super::groups::{Amount, Member};
 use super::readers::Reader;
-use super::signal::Signal;
 use super::thread::ServingThread;
+use super::wakes::Wake;
 use crate::admission::{OpenFile, Requester};
 use crate::calling_thread;
 use crate::outcome::Answer;
@@ -39,9 +39,9 @@ pub(super) struct Ring {
     /// The member whose share it has a part of.
     pub member: Member,
     /// Signalled by the application; only watched.
-    pub submitted: OwnedFd,
+    pub submitted: Held<OwnedFd>,
     memory: RingMemory,
-    completed: Signal,
+    completed: Held<Wake>,
     /// Position of the next submission to take. The service's.
     head: AtomicU32,
     /// Position of the next completion.
@@ -95,7 +95,7 @@ impl Ring {
         member: Member,
         memory: RingMemory,
         submitted: OwnedFd,
-        completed: Signal,
+        completed: Arc<Wake>,
         (deferred_drop, counted): (DeferredDrop, Counted),
     ) -> Ring {
         Ring {
@@ -103,9 +103,10 @@ impl Ring {
             owner,
             user,
             member,
-            submitted,
+            // Who waits for an eventfd is told of its end, by the thread that closes it.
+            submitted: Held::new(Arc::new(submitted), &deferred_drop),
             memory,
-            completed,
+            completed: Held::new(completed, &deferred_drop),
             head: AtomicU32::new(0),
             tail: Mutex::new(0),
             in_flight: AtomicU32::new(0),
@@ -228,7 +229,7 @@ impl Ring {
         self.closed.store(true, Ordering::Release);
         self.memory.swap(Word::Daemon, CLOSED);
         self.memory.swap(Word::Application, AWAKE);
-        self.completed.send();
+        self.completed.as_arc().send();
         let files = std::mem::take(&mut self.files.write().by_name);
         self.deferred_drop.drop_later(files);
         self.buffers.lock().clear();
@@ -245,7 +246,7 @@ impl Ring {
         }
         fence(Ordering::SeqCst);
         if self.memory.load(Word::Application) == ASLEEP && self.memory.swap(Word::Application, AWAKE) == ASLEEP {
-            self.completed.send();
+            self.completed.as_arc().send();
         }
     }
 

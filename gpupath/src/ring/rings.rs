@@ -12,6 +12,7 @@ use super::readers::Readers;
 use super::service::Service;
 use super::shares::{Shares, WorkBesideRings};
 use super::signal::Signal;
+use super::wakes::Wakes;
 use super::watch::{Heard, Watch};
 use crate::access::Access;
 use crate::admission::OpenFile;
@@ -88,8 +89,9 @@ pub struct Rings {
     watch: Arc<Watch>,
     shares: Arc<Shares>,
     deferred_drop: DeferredDrop,
-    /// Of `deferred_drop`.
-    dropping: Mutex<Option<JoinHandle<()>>>,
+    wakes: Arc<Wakes>,
+    /// The threads of `deferred_drop` and `wakes`.
+    helpers: Mutex<Vec<JoinHandle<()>>>,
     /// Filled from the front.
     services: Arc<[OnceLock<Arc<Service>>]>,
     opening: Mutex<Opening>,
@@ -125,6 +127,7 @@ impl Rings {
     pub fn new(server: Arc<Server>, io: Arc<Io>, services: usize) -> io::Result<Rings> {
         let services = services.max(1);
         let (deferred_drop, dropping) = DeferredDrop::new(spawn)?;
+        let (wakes, waking) = Wakes::new(spawn).inspect_err(|_| deferred_drop.end())?;
         let descriptors = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let rings = Rings {
             limits: Limits::within(descriptors),
@@ -133,10 +136,11 @@ impl Rings {
             watch: Arc::new(Watch::new()?),
             shares: Arc::new(Shares::new()),
             deferred_drop,
+            wakes,
             readers: Readers::default(),
             files: Limited::new(FILES),
             count: Count::default(),
-            dropping: Mutex::new(Some(dropping)),
+            helpers: Mutex::new(vec![waking, dropping]),
             services: (0..services).map(|_| OnceLock::new()).collect(),
             opening: Mutex::new(Opening {
                 // As with buffers: one mount's name for a ring means nothing to another mount.
@@ -227,9 +231,10 @@ impl Rings {
         for service in begun(&self.services) {
             service.rings().iter().for_each(|ring| service.remove(ring));
         }
+        self.wakes.end();
         self.deferred_drop.end();
-        if let Some(dropping) = self.dropping.lock().take() {
-            let _ = dropping.join(); // as above
+        for helper in std::mem::take(&mut *self.helpers.lock()) {
+            let _ = helper.join(); // as above
         }
     }
 
@@ -272,6 +277,7 @@ impl Rings {
         let id = opening.last_id;
         let member = self.shares.member(caller.user, owner.id);
         let (deferred_drop, counted) = (self.deferred_drop.clone(), self.count.one());
+        let completed = self.wakes.wake(caller.user, completed);
         let ring = Arc::new(Ring::new(id, (caller.user, owner), member, mapped, submitted, completed, (deferred_drop, counted)));
         opening.made.push(Arc::downgrade(&ring));
         self.shares.add(&ring);

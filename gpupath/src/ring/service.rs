@@ -2,16 +2,16 @@
 //! done, on a queue of its own. It never waits for a single transfer: what has to wait for
 //! something else than the device goes on in another thread, and is completed from there.
 //!
-//! It guards fairness. Processes take turns, a few submissions each; and no ring may have more
-//! than its share in flight ([`super::shares`]). As long as there is work the thread looks at the
+//! It guards fairness. Users take turns, and the processes of each, a few submissions each; and no
+//! ring may have more than its share in flight ([`super::shares`]). As long as there is work the thread looks at the
 //! rings themselves; when there is none it soon sleeps until the device answers, and says so in
 //! each ring, so that the next submission wakes it.
 
-use super::groups::Group;
 use super::plain::{Plain, Turn};
 use super::queue_pair::{Broken, Ring, Taken};
 use super::shares::Shares;
 use super::thread::ServingThread;
+use super::turns::Turns;
 use super::watch::Watch;
 use crate::admission::{Asked, WritePermit};
 use crate::planner::Alignment;
@@ -26,8 +26,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 
-/// Submissions that the rings of a process may have taken in one turn.
-const TURN: u32 = 32;
 /// How long the thread sleeps at the most while submissions are left lying because others have too
 /// much in flight: transfers that end on another thread do not wake this one.
 const BLOCKED: Duration = Duration::from_micros(500);
@@ -220,17 +218,12 @@ impl Service {
             return taking;
         }
         self.shares.look(now);
-        // What is left of each process's turn.
-        let mut turns: SmallVec<[(*const Group, u32); 8]> = SmallVec::new();
+        let mut turns = Turns::of(ready.iter().map(|(ring, _)| &ring.member));
         for (ring, count) in ready {
-            let process = Arc::as_ptr(&ring.member.process);
-            let turn = turns.iter().position(|(of, _)| *of == process).unwrap_or_else(|| {
-                turns.push((process, TURN));
-                turns.len() - 1
-            });
-            let most = count.min(turns[turn].1);
+            let left = turns.left(&ring.member.process);
+            let most = count.min(*left);
             let taken = self.take_of(ring, most, work);
-            turns[turn].1 -= taken;
+            *left -= taken;
             taking.taken |= taken > 0;
             taking.blocked |= taken < most;
         }

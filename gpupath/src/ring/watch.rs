@@ -43,14 +43,14 @@ impl Watch {
         // Edges only: no thread reads the counter, and each signal is a new edge.
         let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
         let signal = epoll::EventData::new_u64(SUBMITTED + service as u64);
-        epoll::add(&self.epoll, &ring.submitted, signal, edge)?;
+        epoll::add(&self.epoll, &*ring.submitted, signal, edge)?;
         epoll::add(&self.epoll, &ring.owner, epoll::EventData::new_u64(ring.id), epoll::EventFlags::IN)
-            .inspect_err(|_| self.forget(&ring.submitted))
+            .inspect_err(|_| self.forget(&*ring.submitted))
     }
 
     /// No longer watches the owner of a ring.
     pub fn remove(&self, ring: &Ring) {
-        self.forget(&ring.submitted);
+        self.forget(&*ring.submitted);
         self.forget(&ring.owner);
     }
 
