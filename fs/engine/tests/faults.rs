@@ -292,3 +292,64 @@ fn an_intact_superblock_of_another_version_is_not_overruled_by_a_copy() {
     write(|block| block.bytes_mut()[80] = 98);
     drop(open(&device).expect("the copy is good"));
 }
+
+/// A checkpoint that waits for a commit: when that fails, what it froze is no image to write home.
+#[test]
+fn a_checkpoint_beside_a_commit_that_fails_writes_nothing_home() {
+    let (faulty, device, fs) = setup();
+    for i in 0..50u32 {
+        file(&fs, i.to_string().as_bytes());
+    }
+    fs.commit().unwrap();
+    let geometry = fs.volume().superblock().geometry();
+    let journal = geometry.journal * 4096..(geometry.journal + geometry.journal_blocks) * 4096;
+    for i in 50..100u32 {
+        file(&fs, i.to_string().as_bytes());
+    }
+    let data = file(&fs, b"data");
+    fs.wait(|| fs.write(data, 0, &[1; 100_000], NOW)).unwrap();
+    faulty.add(Rule::delay(On::Flush, std::time::Duration::from_millis(500)).once());
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(journal));
+    let before = faulty.hits();
+    let writing = fs.clone();
+    // The data comes first, which it flushes for long.
+    let commit = std::thread::spawn(move || writing.sync_file(data));
+    while faulty.hits() == before {
+        std::thread::yield_now();
+    }
+    let home = Rule::fail(On::Write, libc::ENOSPC).within(data_area(fs.volume()));
+    faulty.add(home);
+    let checkpoint = fs.volume().checkpoint().unwrap_err();
+    assert!(commit.join().unwrap().is_err());
+    assert!(matches!(checkpoint, FsError::Failed(_)), "it went on: {checkpoint}");
+    drop(fs);
+    faulty.clear();
+    assert_sound(&open(&device).unwrap(), "after both failed");
+}
+
+/// The other anchor says that nothing is left to recover, and is older than what is in the journal.
+#[test]
+fn a_damaged_anchor_costs_no_transaction_without_a_word() {
+    let memory = MemoryDevice::new(64 << 20);
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    let anchors = gpunvme_layout::geometry::ANCHORS;
+    let fs = open(&device).unwrap();
+    file(&fs, b"durable");
+    fs.commit().unwrap();
+    let image = memory.snapshot();
+    let mut refused = 0;
+    for address in anchors {
+        let mut image = image.clone();
+        image.write_at(address * 4096 + 1000, b"not what was here");
+        let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
+        match open(&device) {
+            Ok(fs) => assert!(fs.wait(|| fs.lookup(ROOT, b"durable")).is_ok(), "lost without a word"),
+            Err(error) => {
+                assert!(matches!(&error, FsError::Corrupt(_)) && error.to_string().contains("anchor"), "{error}");
+                refused += 1;
+            }
+        }
+    }
+    assert_eq!(refused, 1, "the older one is enough where the newer one says no more");
+}

@@ -1,22 +1,24 @@
 //! Attacks by pages of the kernel that the daemon has to ask for: long files that are mapped and
-//! changed all the time, and pages that are read, written and asked for at once.
+//! changed all the time, and pages that are read, written, shortened and asked for at once.
 
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use gpunvme_abi::{Command, Extent, Resolve};
+use gpunvme_abi::{Command, Extent, Resolve, Segment, Transfer, TransferFlags};
 use gpunvme_tests::attack::{self, Attack, Attacker, NOBODY, RunningAttack};
-use gpunvme_tests::direct::call;
+use gpunvme_tests::direct::{Buffer, call};
 use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{attacks, needs_mount};
 use zerocopy::FromZeros;
 
 use crate::victim::{self, Latencies};
 
-pub const ATTACKS: &[(&str, Attack)] = attacks![resolve_a_file_that_is_changed, resolve_a_page_that_is_written];
+pub const ATTACKS: &[(&str, Attack)] =
+    attacks![resolve_a_file_that_is_changed, resolve_a_page_that_is_written, shorten_a_page_that_is_mapped];
 
 const LEN: usize = 256 << 20;
 const MIB: usize = 1 << 20;
@@ -82,6 +84,37 @@ fn resolve_a_page_that_is_written(attacker: &mut Attacker) {
     attacker.say("done");
 }
 
+/// Changes a page by a mapping, has it moved both ways directly, and shortens the file, all at
+/// once; for a few seconds.
+fn shorten_a_page_that_is_mapped(attacker: &mut Attacker) {
+    let file = create(&attacker.path("mapped"));
+    file.set_len(PAGE as u64).unwrap();
+    let buffer = Buffer::new(&file, PAGE as u64);
+    let mapping = Mapping::shared(&file, PAGE).unwrap();
+    let end = Instant::now() + Duration::from_secs(3);
+    let until_end = |what: &dyn Fn()| {
+        while Instant::now() < end {
+            what();
+        }
+    };
+    let move_it = |command, flags: TransferFlags| {
+        let mut whole = [Segment { file_offset: 0, buffer_offset: 0, len: PAGE as u64 }];
+        let descriptor = file.as_raw_fd();
+        let (flags, buffer) = (flags.bits(), buffer.id);
+        let mut transfer = Transfer { flags, buffer, segments: 1, descriptor, ..Transfer::default() };
+        call(&file, command, &mut transfer, &mut whole).unwrap();
+    };
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| until_end(&|| move_it(Command::Read, TransferFlags::empty())));
+            scope.spawn(|| until_end(&|| move_it(Command::Write, TransferFlags::WRITTEN_BACK)));
+        }
+        scope.spawn(|| until_end(&|| file.set_len(100).unwrap()));
+        until_end(&|| mapping.write(1, &[7]));
+    });
+    attacker.say("done");
+}
+
 fn attacked(attack: &str, until: &str, more: Duration) -> Latencies {
     let volume = attack::volume("");
     let (mut victim, _) = victim::begin(&volume);
@@ -111,5 +144,14 @@ fn a_user_whose_pages_take_long_to_write_back_holds_no_other_up() {
 fn a_page_that_is_written_and_asked_for_at_once_is_answered() {
     needs_mount!();
     let fares = attacked("resolve_a_page_that_is_written", "done", Duration::ZERO);
+    assert!(fares.longest() < Duration::from_secs(2), "a victim's {fares}");
+}
+
+/// What shortens a file is answered before the kernel writes its pages back, so that the answer
+/// must not wait for one of them.
+#[test]
+fn a_page_that_is_mapped_moved_and_cut_off_at_once_is_answered() {
+    needs_mount!();
+    let fares = attacked("shorten_a_page_that_is_mapped", "done", Duration::ZERO);
     assert!(fares.longest() < Duration::from_secs(2), "a victim's {fares}");
 }

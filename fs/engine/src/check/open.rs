@@ -1,7 +1,6 @@
 //! The blocks with fixed places: superblock and copies, anchors, journal, state. A mount needs all
 //! of them; a check goes on with what is left of them, as long as one superblock can be read.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use gpunvme_blockdev::Io;
@@ -10,7 +9,7 @@ use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
 use gpunvme_layout::geometry::{ANCHORS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, STATE};
 use gpunvme_layout::group::{self, ChunkKind};
 use gpunvme_layout::key::INO_ROOT;
-use gpunvme_layout::{Anchor, Block, BlockKind, COUNT_MAX, Corrupt, State, Superblock, journal as format};
+use gpunvme_layout::{Anchor, Block, BlockKind, COUNT_MAX, Corrupt, State, Superblock};
 
 use super::finding::{Findings, Fix, Kind, Place};
 use super::walk::reason;
@@ -169,7 +168,7 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
     }
     // A commit begins when the one before is durable: what lies behind the end cannot be later
     // than it.
-    let later = transactions(io, superblock)?.range(next + 1..).count();
+    let later = recovery::transactions(io, superblock)?.range(next + 1..).count();
     if later == 0 {
         return Ok((recovered, anchor.clean));
     }
@@ -182,31 +181,13 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
     Ok((recovered, anchor.clean))
 }
 
-/// Where the descriptors of transactions lie in the journal, by sequence.
-fn transactions(io: &Io, superblock: &Superblock) -> Result<BTreeMap<u64, u64>, FsError> {
-    let geometry = superblock.geometry();
-    let mut found = BTreeMap::new();
-    for start in (0..geometry.journal_blocks).step_by(PIECE as usize) {
-        let blocks = read_blocks(io, geometry.journal + start, PIECE.min(geometry.journal_blocks - start))?;
-        for (position, block) in (start..).zip(blocks) {
-            let sequence = block.sequence();
-            if block.kind() == BlockKind::Journal as u16
-                && format::decode_descriptor(&geometry, position, sequence, 0, &block, &superblock.uuid).is_ok()
-            {
-                found.insert(sequence, position);
-            }
-        }
-    }
-    Ok(found)
-}
-
 /// Reads the latest transactions that follow one another, as many as are whole. Those before the
 /// last checkpoint change nothing, where what they wrote is metadata still. Anchors that are
 /// written from now on follow on `generation`, so that one which is still there does not count
 /// more than they do.
 fn recover_latest(io: &Io, superblock: &Superblock, generation: u64) -> Result<Recovered, FsError> {
     let geometry = superblock.geometry();
-    let found = transactions(io, superblock)?;
+    let found = recovery::transactions(io, superblock)?;
     let mut chain: Option<Anchor> = None;
     for (sequence, position) in found.iter().rev() {
         if chain.is_some_and(|c| c.sequence != sequence + 1) {

@@ -37,10 +37,10 @@ impl Caller {
     }
 
     /// Whether the caller administers the mount: may do what mounting takes, or is the user, not
-    /// root, whose daemon this is.
+    /// root, whose daemon this is. Root of a container that this process does not see does not.
     pub(crate) fn administers(&self) -> bool {
         let own = rustix::process::geteuid().as_raw();
-        own != 0 && self.context.uid == own || self.has(CapabilitySet::SYS_ADMIN)
+        own != 0 && self.context.uid == own || self.thread != 0 && self.has(CapabilitySet::SYS_ADMIN)
     }
 
     /// Whether the caller has a capability, in this process's user namespace. Requests do not say;
@@ -120,5 +120,12 @@ mod tests {
         for thread in [0, u32::MAX].into_iter().chain(kernel.then_some(2)) {
             assert_eq!(asker(thread), Asker::Unknown, "{thread}");
         }
+    }
+
+    #[test]
+    fn root_of_a_container_that_is_not_seen_administers_nothing() {
+        assert!(Caller::now(0, 0, 0).has(CapabilitySet::FSETID), "nobody is asked, and root it is");
+        let is_root = rustix::process::geteuid().is_root();
+        assert!(!is_root || !Caller::now(0, 0, 0).administers());
     }
 }

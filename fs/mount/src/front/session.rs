@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::append_order::AppendOrder;
 use super::fuse;
 use super::housekeeping::Housekeeping;
-use super::kernel::{Lengths, Lookups, MountState};
+use super::kernel::{Lookups, MountState};
 use super::operations::appends::LateFragments;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
@@ -61,7 +61,6 @@ impl Session {
         let transfers = Workers::new("transfers", TRANSFER_THREADS)?;
         let front = Arc::new(Front {
             lookups: Lookups::default(),
-            lengths: Lengths::default(),
             request_budget: RequestBudget::new(REQUEST_BYTES),
             append_order: AppendOrder::new(PARKED),
             syncs: Syncs::default(),

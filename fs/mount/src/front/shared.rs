@@ -9,7 +9,7 @@ use gpunvme_engine::error::{Attempt, Fail, FsError};
 use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
-use super::kernel::{KernelCache, Lengths, Lookups, MountState};
+use super::kernel::{KernelCache, Lookups, MountState};
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
@@ -23,7 +23,6 @@ use super::settings::{Devices, Log};
 pub(crate) struct Front {
     pub(crate) fs: Arc<Filesystem>,
     pub(crate) lookups: Lookups,
-    pub(crate) lengths: Lengths,
     pub(crate) request_budget: Arc<RequestBudget>,
     pub(crate) append_order: AppendOrder,
     pub(crate) syncs: Syncs,

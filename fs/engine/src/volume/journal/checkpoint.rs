@@ -62,8 +62,9 @@ impl Volume {
         self.is_still_ours(anchors)?;
         let (mut images, sequence, head) = {
             // With the journal's lock nothing is frozen that is not durable, nor an image replaced
-            // by a later one.
+            // by a later one, except where a commit failed meanwhile.
             let journal = self.lock(&self.journal);
+            self.writable()?;
             let (imaged, sequence) = {
                 let meta = self.meta.read();
                 (meta.cache.imaged(), meta.sequence)

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use gpunvme_blockdev::Io;
-use gpunvme_layout::{Anchor, Block, Corrupt, Geometry, Superblock, journal};
+use gpunvme_layout::geometry::ANCHORS;
+use gpunvme_layout::{Anchor, Block, BlockKind, Corrupt, Geometry, Superblock, journal};
 
 use super::anchors::{Anchors, read_anchors};
 use super::ring::{Journal, read_ring};
@@ -39,10 +40,19 @@ pub(crate) struct Recovered {
 /// A transaction makes no sense, or is missing although a later one is there: what was durable
 /// would be lost without a word.
 pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsError> {
-    let anchor = Anchor::choose(read_anchors(io, superblock)?)?;
+    let anchors = read_anchors(io, superblock)?;
+    let damaged = ANCHORS.into_iter().zip(&anchors).find_map(|(address, anchor)| anchor.is_err().then_some(address));
+    let anchor = Anchor::choose(anchors)?;
     let recovered = recover_from(io, superblock, &anchor)?;
     if let Some(error) = recovered.stopped {
         return Err(error.into());
+    }
+    // Where a power cut tore an anchor the other one knows all. Where it was damaged later, the
+    // other one may be of a time long gone.
+    if let Some(address) = damaged
+        && transactions(io, superblock)?.range(recovered.sequence - SEQUENCE_GAP..).next().is_some()
+    {
+        return Err(Corrupt::Field { address, what: "an anchor is damaged, and the other one is older than the journal" }.into());
     }
     if !anchor.clean && has_hole(io, superblock, &recovered)? {
         let geometry = superblock.geometry();
@@ -51,6 +61,24 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
         return Err(Corrupt::Field { address, what }.into());
     }
     Ok(recovered)
+}
+
+/// Where the descriptors of transactions lie in the journal, by sequence.
+pub(crate) fn transactions(io: &Io, superblock: &Superblock) -> Result<BTreeMap<u64, u64>, FsError> {
+    let geometry = superblock.geometry();
+    let mut found = BTreeMap::new();
+    for start in (0..geometry.journal_blocks).step_by(PIECE as usize) {
+        let blocks = read_ring(io, &geometry, start, PIECE.min(geometry.journal_blocks - start))?;
+        for (position, block) in (start..).zip(blocks) {
+            let sequence = block.sequence();
+            if block.kind() == BlockKind::Journal as u16
+                && journal::decode_descriptor(&geometry, position, sequence, 0, &block, &superblock.uuid).is_ok()
+            {
+                found.insert(sequence, position);
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// Whether the transaction after the one that recovery did not find is there. A commit begins when

@@ -1,14 +1,12 @@
-//! The kernel's knowledge of the filesystem: inodes, pages of files, lengths, and whether the mount
-//! is writable.
+//! The kernel's knowledge of the filesystem: inodes, pages of files, and whether the mount is
+//! writable.
 
-mod lengths;
 mod lookups;
 mod mount_state;
 mod page_cache;
 
 use std::ops::Range;
 
-pub(crate) use lengths::Lengths;
 pub(crate) use lookups::Lookups;
 pub(crate) use mount_state::{MountState, UnseenWrite};
 pub(crate) use page_cache::PAGE;

@@ -110,16 +110,16 @@ impl Front {
         last: impl FnOnce() -> Option<(u64, u8)>,
     ) {
         let Some(kernel) = self.kernel.get() else { return };
-        let telling = self.lengths.tell(ino);
         let last = last();
         let stored = last.map(|(offset, _)| offset..offset + 1);
         let (number, ranges) = self.lookups.begin_invalidation(ino, ranges, stored, beside_writes);
         if let Some((offset, byte)) = last {
             kernel.store(ino, offset, &[byte]);
         }
-        for answer in self.lengths.told(telling) {
-            self.general.run(answer);
-        }
+        // After that, always: should the file have become shorter meanwhile, the kernel has a length
+        // from before, and asks again. The answer to what made it shorter cannot wait for this: the
+        // kernel writes no page of the file back until it has that answer, and a page that is
+        // written back may be what it is given a byte of.
         if ranges.is_empty() {
             kernel.invalidate_attributes(ino);
         }

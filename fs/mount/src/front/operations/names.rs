@@ -220,31 +220,14 @@ impl Front {
         };
         match size {
             // Freeing the blocks beyond the new size can take long.
-            Some(size) => {
-                let front = self.clone();
-                self.wait(
-                    move |fs| {
-                        fs.wait(|| fs.set_size(&caller.context, ino, size))?;
-                        fs.wait(|| others(fs))
-                    },
-                    move |set| front.shortened(ino, set, done),
-                );
-            }
+            Some(size) => self.wait(
+                move |fs| {
+                    fs.wait(|| fs.set_size(&caller.context, ino, size))?;
+                    fs.wait(|| others(fs))
+                },
+                done,
+            ),
             None => self.attempt(others, |_, changed| done(changed)),
-        }
-    }
-
-    /// Answers a change of size, once no message with an older size is on its way to the kernel.
-    fn shortened(
-        self: &Arc<Self>,
-        ino: u64,
-        set: Result<Attributes, FsError>,
-        done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
-    ) {
-        let front = self.clone();
-        let answer = move || done(set.and_then(|_| front.fs.wait(|| front.fs.attributes(ino))));
-        if let Some(answer) = self.lengths.shortened(ino, Box::new(answer)) {
-            answer();
         }
     }
 
