@@ -116,10 +116,10 @@ impl Front {
         if let Some((offset, byte)) = last {
             kernel.store(ino, offset, &[byte]);
         }
-        // After that, always: should the file have become shorter meanwhile, the kernel has a length
-        // from before, and asks again. The answer to what made it shorter cannot wait for this: the
-        // kernel writes no page of the file back until it has that answer, and a page that is
-        // written back may be what it is given a byte of.
+        // After that, always: should the file have become shorter meanwhile, the kernel has a
+        // length from before, and asks again. The answer to what made it shorter cannot wait for
+        // this: the kernel writes no page of the file back until it has that answer, and a page
+        // that is written back may be what it is given a byte of.
         if ranges.is_empty() {
             kernel.invalidate_attributes(ino);
         }
