@@ -351,5 +351,40 @@ fn a_damaged_anchor_costs_no_transaction_without_a_word() {
             }
         }
     }
-    assert_eq!(refused, 1, "the older one is enough where the newer one says no more");
+    assert_eq!(refused, 1, "only where the other one does not know of the transaction");
+}
+
+/// A power cut can tear both an anchor and the transaction that was written meanwhile.
+#[test]
+fn an_anchor_and_a_transaction_that_were_torn_together_keep_what_was_durable() {
+    let memory = MemoryDevice::new(64 << 20);
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    let fs = open(&device).unwrap();
+    file(&fs, b"before");
+    fs.commit().unwrap();
+    fs.volume().checkpoint().unwrap();
+    file(&fs, b"durable");
+    fs.commit().unwrap();
+    file(&fs, b"torn");
+    fs.commit().unwrap();
+    let mut image = memory.snapshot();
+    let geometry = fs.volume().superblock().geometry();
+    let block = |address: u64| {
+        let mut bytes = vec![0; 4096];
+        image.read_at(address * 4096, &mut bytes);
+        bytes
+    };
+    let journal = geometry.journal..geometry.journal + geometry.journal_blocks;
+    let last = journal.rev().find(|address| block(*address).iter().any(|byte| *byte != 0)).unwrap();
+    let generation = |address: &u64| u64::from_le_bytes(block(*address)[24..32].try_into().unwrap());
+    let newer = gpunvme_layout::geometry::ANCHORS.into_iter().max_by_key(generation).unwrap();
+    for address in [last, newer] {
+        image.write_at(address * 4096 + 1000, b"not what was here");
+    }
+    let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
+    let fs = open(&device).expect("a power cut may leave it so");
+    assert!([&b"before"[..], b"durable"].iter().all(|name| fs.wait(|| fs.lookup(ROOT, name)).is_ok()));
+    assert!(matches!(fs.wait(|| fs.lookup(ROOT, b"torn")), Err(FsError::NotFound)));
+    assert_sound(&fs, "after both were torn");
 }

@@ -4,9 +4,8 @@
 //!
 //! It guards fairness. Users take turns, and the processes of each, a few submissions each; and no
 //! ring may have more than its share in flight ([`super::shares`]). As long as there is work the
-//! thread looks at the
-//! rings themselves; when there is none it soon sleeps until the device answers, and says so in
-//! each ring, so that the next submission wakes it.
+//! thread looks at the rings themselves; when there is none it soon sleeps until the device
+//! answers, and says so in each ring, so that the next submission wakes it.
 
 use super::plain::{Plain, Turn};
 use super::queue_pair::{Broken, Ring, Taken};

@@ -47,12 +47,14 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     if let Some(error) = recovered.stopped {
         return Err(error.into());
     }
-    // Where a power cut tore an anchor the other one knows all. Where it was damaged later, the
-    // other one may be of a time long gone.
+    // Where a power cut tore an anchor, the other one knows all but the transaction that was cut
+    // with it. Where it was damaged later, the other one may be of a time long gone.
+    let next = recovered.sequence - SEQUENCE_GAP;
     if let Some(address) = damaged
-        && transactions(io, superblock)?.range(recovered.sequence - SEQUENCE_GAP..).next().is_some()
+        && transactions(io, superblock)?.range(next + 1..).next().is_some()
     {
-        return Err(Corrupt::Field { address, what: "an anchor is damaged, and the other one is older than the journal" }.into());
+        let what = "an anchor is damaged, and the other one is older than the journal";
+        return Err(Corrupt::Field { address, what }.into());
     }
     if !anchor.clean && has_hole(io, superblock, &recovered)? {
         let geometry = superblock.geometry();
