@@ -171,7 +171,7 @@ pub async fn hydrate(what: Hydration) -> Result<Done> {
         return Err(Error::Space { needed, free });
     }
     let largest = objects.iter().map(|object| object.size).max().unwrap_or(0);
-    let pool = Pool::new(folder.mount.clone(), what.memory, what.concurrency, largest);
+    let pool = Pool::new(folder.mount.clone(), what.memory, what.concurrency, largest, 0);
     let follower = if what.follow { Some(Follower::of_standard_input(pool.count())?) } else { None };
     let run = Arc::new(Run {
         source: what.source,

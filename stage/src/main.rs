@@ -37,6 +37,11 @@ use selection::Selection;
 use std::process::ExitCode;
 use store::Store;
 
+/// Parts in flight unless told. Those that go are shorter and more: a store may take each of them
+/// slowly.
+const HYDRATE_CONCURRENCY: usize = 16;
+const PUBLISH_CONCURRENCY: usize = 32;
+
 /// Datasets in, checkpoints out: sets of files between object stores and a folder
 #[derive(Parser)]
 #[command(name = "gpunvme-stage", version, propagate_version = true, arg_required_else_help = true)]
@@ -93,7 +98,7 @@ fn run(args: &Args) -> Result<String> {
                 source: Store::source(&hydrate.source)?,
                 folder: hydrate.folder.clone(),
                 selection: Selection { include: hydrate.include.clone(), share: hydrate.rank },
-                concurrency: hydrate.limits.concurrency.into(),
+                concurrency: hydrate.limits.concurrency.map_or(HYDRATE_CONCURRENCY, usize::from),
                 memory: u64::from(hydrate.limits.memory) << 20,
                 progress: hydrate.limits.progress,
                 follow: hydrate.follow,
@@ -120,7 +125,7 @@ fn run(args: &Args) -> Result<String> {
                 destination: Store::destination(&publish.destination)?,
                 rank: publish.rank.zip(publish.attempt.clone()).map(|(share, attempt)| Rank { share, attempt }),
                 keep: publish.keep.map(|keep| keep as usize),
-                concurrency: publish.limits.concurrency.into(),
+                concurrency: publish.limits.concurrency.map_or(PUBLISH_CONCURRENCY, usize::from),
                 memory: u64::from(publish.limits.memory) << 20,
                 progress: publish.limits.progress,
             }))?;

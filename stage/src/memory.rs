@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Least and most bytes of a part.
+/// Least and most bytes of a part, but where one has to be longer.
 const PARTS: (u64, u64) = (64 << 10, 16 << 20);
 
 /// Buffers of one size, made when they are first needed.
@@ -40,18 +40,20 @@ pub struct Lease {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Bytes of a part where `count` buffers share `memory` bytes, and nothing is longer than
-/// `largest`.
-fn part(memory: u64, count: usize, largest: u64) -> u64 {
-    let most = (memory / count as u64).clamp(PARTS.0, PARTS.1);
+/// Bytes of a part where `count` buffers share `memory` bytes, nothing is longer than `largest`,
+/// and no part should be shorter than `least`.
+fn part(memory: u64, count: usize, largest: u64, least: u64) -> u64 {
+    let least = least.next_multiple_of(PARTS.0).min(memory);
+    let most = (memory / count as u64).clamp(PARTS.0, PARTS.1).max(least);
     (most - most % PARTS.0).min(largest.max(1).next_multiple_of(PARTS.0))
 }
 
 impl Pool {
     /// At most `count` buffers in `memory` bytes, for objects of at most `largest` bytes or their
-    /// parts; registered with `mount` where there is one.
-    pub fn new(mount: Option<Mount>, memory: u64, count: usize, largest: u64) -> Arc<Pool> {
-        let part = part(memory, count, largest);
+    /// parts; registered with `mount` where there is one. Parts have at least `least` bytes if one
+    /// fits, and there are fewer buffers then.
+    pub fn new(mount: Option<Mount>, memory: u64, count: usize, largest: u64, least: u64) -> Arc<Pool> {
+        let part = part(memory, count, largest, least);
         let count = count.min((memory / part).max(1) as usize);
         Arc::new(Pool { mount, free: Mutex::default(), permits: Arc::new(Semaphore::new(count)), part, count })
     }
@@ -210,14 +212,24 @@ mod tests {
     #[test]
     fn parts_share_the_memory() {
         let all = u64::MAX / 2;
+        let part = |memory, count, largest| part(memory, count, largest, 0);
         assert_eq!((part(256 << 20, 16, all), part(256 << 20, 64, all), part(1 << 40, 16, all)), (16 << 20, 4 << 20, 16 << 20));
         assert_eq!((part(1 << 20, 7, all), part(1, 1, all)), (128 << 10, 64 << 10));
         assert_eq!((part(256 << 20, 16, 100_000), part(256 << 20, 16, 0)), (128 << 10, 64 << 10));
     }
 
+    #[test]
+    fn a_part_is_as_long_as_it_has_to_be_if_the_memory_holds_it() {
+        let terabyte = 1 << 40;
+        let least = terabyte / 10_000;
+        let pool = Pool::new(None, 256 << 20, 32, terabyte, least);
+        assert!((least..least + PARTS.0).contains(&pool.part()) && pool.count() == 2, "{pool:?}");
+        assert_eq!(part(64 << 20, 8, terabyte, least), 64 << 20);
+    }
+
     #[tokio::test]
     async fn there_are_never_more_than_the_memory_holds() {
-        let pool = Pool::new(None, 4 << 20, 64, 1 << 30);
+        let pool = Pool::new(None, 4 << 20, 64, 1 << 30, 0);
         let mut leases = Vec::new();
         while pool.permits.available_permits() > 0 {
             leases.push(pool.lease().await.unwrap());

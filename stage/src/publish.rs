@@ -106,12 +106,18 @@ pub async fn publish(what: Publication) -> Result<Done> {
     if !missing.is_empty() || !end.is_made(&what.destination).await? {
         let buffers = what.concurrency.min((what.memory / LEAST_PART).max(1) as usize);
         let largest = missing.iter().max_by_key(|file| file.state.size);
-        let pool = Pool::new(folder.mount.clone(), what.memory, buffers, largest.map_or(0, |file| file.state.size));
+        let longest = largest.map_or(0, |file| file.state.size);
+        let pool = Pool::new(folder.mount.clone(), what.memory, buffers, longest, longest.div_ceil(MOST_PARTS));
         if let Some(file) = largest.filter(|file| file.state.size > pool.part())
             && what.destination.multipart().is_some()
-            && pool.part() < LEAST_PART_TAKEN
         {
-            return Err(Error::ShortParts { path: folder.path_of(&file.name), least: LEAST_PART_TAKEN });
+            let path = folder.path_of(&file.name);
+            if pool.part() < LEAST_PART_TAKEN {
+                return Err(Error::ShortParts { path, least: LEAST_PART_TAKEN });
+            }
+            if file.state.size.div_ceil(pool.part()) > MOST_PARTS {
+                return Err(Error::TooLong { path, most: MOST_PARTS, part: pool.part() });
+            }
         }
         end.unmake(&what.destination).await?;
         let journal = Mutex::new(journal);
@@ -251,8 +257,6 @@ async fn send(run: Arc<Run>, found: Found) -> Result<(String, Published)> {
         let put = store.put(&key, PutPayload::from_bytes(bytes)).await.map_err(Error::store(&found.name))?;
         run.progress.add(size);
         (crc32c, put.e_tag)
-    } else if size.div_ceil(run.pool.part()) > MOST_PARTS {
-        return Err(Error::TooLong { path, most: MOST_PARTS, part: run.pool.part() });
     } else {
         run.upload(&data, &found, &path).await?
     };

@@ -37,9 +37,9 @@ pub struct Evict {
 
 #[derive(Debug, Args)]
 pub struct Limits {
-    /// How many parts are in flight
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub concurrency: u16,
+    /// How many parts are in flight: unless told 16 that come, or 32 that go
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub concurrency: Option<u16>,
     /// Memory for parts, in MiB
     #[arg(long, value_name = "MIB", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub memory: u32,

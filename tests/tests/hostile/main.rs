@@ -14,6 +14,7 @@ mod rings;
 mod stubborn;
 mod transfers;
 mod victim;
+mod waits;
 
 /// Also what [`gpunvme_tests::attack::RunningAttack::begin`] runs, to carry out one of them.
 #[test]
@@ -27,5 +28,6 @@ fn each_attack_has_a_name_of_its_own() {
         rings::ATTACKS,
         transfers::ATTACKS,
         victim::ATTACKS,
+        waits::ATTACKS,
     ]);
 }

@@ -19,6 +19,7 @@ use super::caller::Caller;
 use super::kernel::KernelCache;
 use super::messages;
 use super::operations::names::Listing;
+use super::resources::turns::Owner;
 use super::settings::Settings;
 use super::shared::Front;
 use super::write_request::WriteRequest;
@@ -176,15 +177,16 @@ impl Handler for Adapter {
         let caller = Caller::now(uid, gid, pid);
         let front = &self.0;
         match operation {
-            Operation::Lookup { name } => self.lookup(ino, name, reply),
-            Operation::GetAttr => front.attributes(ino, move |found| attributes("getattr", ino, found, reply)),
-            Operation::Statx => front.attributes(ino, move |found| {
+            Operation::Lookup { name } => self.lookup(caller.owner(), ino, name, reply),
+            Operation::GetAttr => front.attributes(caller.owner(), ino, move |found| attributes("getattr", ino, found, reply)),
+            Operation::Statx => front.attributes(caller.owner(), ino, move |found| {
                 answer("statx", ino, found, reply, |found, reply| {
                     reply.statx(&attr::to_fuse(&found), attr::born(&found), LIFETIME);
                 });
             }),
             Operation::SetAttr(set) => self.set_attributes(caller, ino, &set, reply),
             Operation::ReadLink => front.attempt(
+                caller.owner(),
                 move |fs| fs.read_link(ino),
                 move |_, target| answer("readlink", ino, target, reply, |target, reply| reply.data(&target)),
             ),
@@ -202,10 +204,10 @@ impl Handler for Adapter {
                 front.create(caller, ino, new.name, node, move |new| entry("mkdir", ino, new, reply));
             }
             Operation::Unlink { name } => {
-                front.unlink(caller.context, ino, name, move |done| empty("unlink", ino, done, reply));
+                front.unlink(caller, ino, name, move |done| empty("unlink", ino, done, reply));
             }
             Operation::RmDir { name } => {
-                front.rmdir(caller.context, ino, name, move |done| empty("rmdir", ino, done, reply));
+                front.rmdir(caller, ino, name, move |done| empty("rmdir", ino, done, reply));
             }
             Operation::Rename { name, new_parent, new_name, flags } => {
                 let mode = match flags {
@@ -215,10 +217,10 @@ impl Handler for Adapter {
                     _ => return reply.error(libc::EINVAL),
                 };
                 let done = move |done| empty("rename", ino, done, reply);
-                front.rename(caller.context, (ino, name), (new_parent, new_name), mode, done);
+                front.rename(caller, (ino, name), (new_parent, new_name), mode, done);
             }
             Operation::Link { ino: linked, name } => {
-                front.link(caller.context, linked, ino, name, move |done| entry("link", linked, done, reply));
+                front.link(caller, linked, ino, name, move |done| entry("link", linked, done, reply));
             }
             Operation::TmpFile { new, .. } => {
                 let mode = new.mode & !libc::S_IFMT | libc::S_IFREG;
@@ -230,7 +232,7 @@ impl Handler for Adapter {
             }
             Operation::Read { offset, size, direct, .. } => {
                 // The flags of the request say O_DIRECT for a page fault, too.
-                front.read(ino, (offset, size as usize), !direct, move |read| {
+                front.read(caller.owner(), ino, (offset, size as usize), !direct, move |read| {
                     answer("read", ino, read, reply, |read, reply| reply.data(read.bytes()));
                 });
             }
@@ -255,19 +257,19 @@ impl Handler for Adapter {
             Operation::Release { .. } => reply.ok(),
             Operation::Fsync { .. } => {
                 let work = front.direct.rings.begin_beside(uid);
-                front.sync(ino, pid, move |done| {
+                front.sync(caller.owner(), ino, move |done| {
                     drop(work);
                     empty("fsync", ino, done, reply);
                 });
             }
-            Operation::FsyncDir => front.sync_names(move |done| empty("fsyncdir", ino, done, reply)),
+            Operation::FsyncDir => front.sync_names(caller.owner(), move |done| empty("fsyncdir", ino, done, reply)),
             Operation::ReadDir { offset, size, plus: false } => {
-                front.read_dir(ino, offset, Names(Entries::new(size)), move |Names(names), filled| {
+                front.read_dir(caller.owner(), (ino, offset), Names(Entries::new(size)), move |Names(names), filled| {
                     answer("readdir", ino, filled, reply, |(), reply| reply.listing(&names));
                 });
             }
             Operation::ReadDir { offset, size, plus: true } => {
-                front.read_dir(ino, offset, NamesPlus(Entries::new(size)), move |NamesPlus(names), filled| {
+                front.read_dir(caller.owner(), (ino, offset), NamesPlus(Entries::new(size)), move |NamesPlus(names), filled| {
                     answer("readdir", ino, filled, reply, |(), reply| reply.listing(&names));
                 });
             }
@@ -289,7 +291,7 @@ impl Handler for Adapter {
                 let done = move |done| empty("fallocate", ino, done, reply);
                 front.allocate(caller, ino, (offset, len), mode, done);
             }
-            Operation::Lseek { offset, whence } => self.seek(ino, offset, whence, reply),
+            Operation::Lseek { offset, whence } => self.seek(caller.owner(), (ino, offset), whence, reply),
             Operation::CopyRange(range) => self.copy(caller, ino, &range, reply),
             Operation::Ioctl { command, argument, .. } => {
                 front.ioctl(caller, ino, command, argument, move |answer| {
@@ -323,8 +325,8 @@ impl Handler for Adapter {
 }
 
 impl Adapter {
-    fn lookup(&self, parent: u64, name: &[u8], reply: Reply) {
-        self.0.lookup(parent, name, move |found| match found {
+    fn lookup(&self, owner: Owner, parent: u64, name: &[u8], reply: Reply) {
+        self.0.lookup(owner, parent, name, move |found| match found {
             // With a lifetime, unlike an error: the kernel does not ask again.
             Ok(None) => reply.entry(&gpunvme_fuse::Attr::default(), LIFETIME),
             Ok(Some(found)) => entry("lookup", parent, Ok(found), reply),
@@ -355,12 +357,12 @@ impl Adapter {
         });
     }
 
-    fn seek(&self, ino: u64, offset: i64, whence: i32, reply: Reply) {
+    fn seek(&self, owner: Owner, (ino, offset): (u64, i64), whence: i32, reply: Reply) {
         let (Ok(place), true) = (u64::try_from(offset), matches!(whence, libc::SEEK_DATA | libc::SEEK_HOLE)) else {
             // A place that no file has is beyond the end of this one.
             return reply.error(if offset < 0 { libc::ENXIO } else { libc::EINVAL });
         };
-        self.0.seek(ino, place, whence == libc::SEEK_HOLE, move |found| {
+        self.0.seek(owner, (ino, place), whence == libc::SEEK_HOLE, move |found| {
             answer("lseek", ino, found, reply, |found, reply| reply.offset(found));
         });
     }

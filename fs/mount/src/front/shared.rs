@@ -16,6 +16,7 @@ use super::resources::plan_budget::PlanBudget;
 use super::resources::request_budget::RequestBudget;
 use super::resources::snapshot_budget::SnapshotBudget;
 use super::resources::syncs::Syncs;
+use super::resources::turns::Owner;
 use super::resources::workers::Workers;
 use super::settings::{Devices, Log};
 
@@ -47,21 +48,24 @@ pub(crate) struct Front {
 }
 
 impl Front {
-    /// Tries an operation here, and if it has to wait, continues it on a thread that may. `done`
-    /// borrows the front end: a new reference to an object that all threads share takes as long as
-    /// some operations.
+    /// Tries an operation here, and if it has to wait, continues it on a thread that may, in turns
+    /// with the operations of others. `done` borrows the front end: a new reference to an object
+    /// that all threads share takes as long as some operations.
     pub(crate) fn attempt<T>(
         self: &Arc<Self>,
+        owner: Owner,
         mut attempt: impl FnMut(&Arc<Filesystem>) -> Attempt<T> + Send + 'static,
         done: impl FnOnce(&Arc<Self>, Result<T, FsError>) + Send + 'static,
     ) {
-        self.attempt_for((), move |fs, ()| attempt(fs), |front, (), result| done(front, result));
+        self.attempt_for((), move |()| owner, move |fs, ()| attempt(fs), |front, (), result| done(front, result));
     }
 
-    /// As [`Front::attempt`], for something that the operation and `done` both need.
+    /// As [`Front::attempt`], for something that the operation and `done` both need. `owner` is asked
+    /// only if it has to wait.
     pub(crate) fn attempt_for<S: Send + 'static, T>(
         self: &Arc<Self>,
         subject: S,
+        owner: impl FnOnce(&S) -> Owner,
         mut attempt: impl FnMut(&Arc<Filesystem>, &S) -> Attempt<T> + Send + 'static,
         done: impl FnOnce(&Arc<Self>, S, Result<T, FsError>) + Send + 'static,
     ) {
@@ -70,7 +74,7 @@ impl Front {
             Err(Fail::Error(error)) => done(self, subject, Err(error)),
             Err(Fail::Stall(_)) => {
                 let front = self.clone();
-                self.general.run(move || {
+                self.general.run_for(owner(&subject), move || {
                     let result = front.fs.wait(|| attempt(&front.fs, &subject));
                     done(&front, subject, result);
                 });
@@ -78,13 +82,14 @@ impl Front {
         }
     }
 
-    /// Runs an operation on a thread that may wait.
+    /// Runs an operation on a thread that may wait, in turns with the operations of others.
     pub(crate) fn wait<T>(
         self: &Arc<Self>,
+        owner: Owner,
         operation: impl FnOnce(&Arc<Filesystem>) -> Result<T, FsError> + Send + 'static,
         done: impl FnOnce(Result<T, FsError>) + Send + 'static,
     ) {
         let fs = self.fs.clone();
-        self.general.run(move || done(operation(&fs)));
+        self.general.run_for(owner, move || done(operation(&fs)));
     }
 }

@@ -69,7 +69,7 @@ impl Front {
                 server.register_soon(caller.of_direct(), register, done);
             }
             Ok(Request::Unregister(unregister)) => {
-                self.general.run(move || done(front.direct.server.unregister(caller.thread, &unregister)));
+                self.general.run_for(caller.owner(), move || done(front.direct.server.unregister(caller.thread, &unregister)));
             }
             Ok(Request::Resolve(resolve)) => self.resolve(caller, ino, resolve, done),
             Ok(Request::Read(request, claim)) => {
@@ -90,7 +90,7 @@ impl Front {
             Ok(Request::Detach(detach)) => {
                 // Detaching may drop the last reference to a file, which may have to be removed
                 // then.
-                self.general.run(move || done(front.direct.rings.detach(caller.thread, &detach)));
+                self.general.run_for(caller.owner(), move || done(front.direct.rings.detach(caller.thread, &detach)));
             }
             Ok(Request::Metrics(asked)) => {
                 server.stats.call(Command::Metrics, false);
@@ -99,7 +99,7 @@ impl Front {
             Ok(Request::Top(asked)) => {
                 server.stats.call(Command::Top, false);
                 // Whether the caller administers the mount is looked up in /proc.
-                self.general.run(move || {
+                self.general.run_for(caller.owner(), move || {
                     let sees_all = caller.administers();
                     done(front.direct.top(&asked, |user| sees_all || user == caller.context.uid));
                 });
@@ -109,9 +109,11 @@ impl Front {
                 done(Reply::new(synced.map_or_else(|error| error.errno(), |()| 0), &sync));
             }),
             // Whether the caller administers the mount is looked up in /proc.
-            Ok(Request::Log(log)) => self.general.run(move || done(front.log(caller, &log))),
-            Ok(Request::Trim(trim)) => self.general.run(move || done(front.trim(caller, &trim))),
-            Ok(Request::Grow(grow, devices)) => self.general.run(move || done(front.grow(caller, &grow, &devices))),
+            Ok(Request::Log(log)) => self.general.run_for(caller.owner(), move || done(front.log(caller, &log))),
+            Ok(Request::Trim(trim)) => self.general.run_for(caller.owner(), move || done(front.trim(caller, &trim))),
+            Ok(Request::Grow(grow, devices)) => {
+                self.general.run_for(caller.owner(), move || done(front.grow(caller, &grow, &devices)))
+            }
             // An ioctl carries no descriptor.
             Ok(Request::Grant(_)) => done(Reply::error(libc::ENOTTY)),
         }
@@ -142,6 +144,7 @@ impl Front {
         self.written_back(caller.owner(), ino, std::iter::once(start..end), is_written_back, move || {
             let (from, file_end) = (start / BLOCK, FILE_SIZE_MAX.div_ceil(BLOCK));
             front.attempt(
+                caller.owner(),
                 // One more than there is room for says whether there is more.
                 move |fs| fs.resolve(ino, from, file_end, request.capacity as usize + 1),
                 move |front, resolved| {

@@ -61,6 +61,7 @@ impl Front {
     pub(crate) fn attach(self: &Arc<Self>, caller: Caller, ino: u64, request: Attach, done: impl FnOnce(Reply) + Send + 'static) {
         // A directory has nothing to transfer.
         self.attempt(
+            caller.owner(),
             move |fs| fs.resolve(ino, 0, 0, 0).map(drop),
             move |front, regular| {
                 if let Err(error) = regular {
@@ -163,19 +164,18 @@ impl OpenFile for Attached {
         }
         let shown = self.front.fs.end_in_place(write);
         // Looked up when the device has the data: pages that the kernel reads from here on are new.
-        if self.front.lookups.may_have(self.ino, iter::once(range)) {
-            return false;
-        }
-        if shown {
-            self.front.attributes_change(self.ino);
-        }
-        true
+        // A thread is here that completes I/O. It must not tell the kernel anything: the kernel may
+        // be evicting the inode, which only such a thread's answer to a write ends.
+        !shown && !self.front.lookups.may_have(self.ino, iter::once(range))
     }
 
     fn forget_pages(&self, range: Range<u64>, then: Box<dyn FnOnce() + Send>) {
         let (front, ino) = (self.front.clone(), self.ino);
         self.front.invalidations.run_for(self.owner, move || {
             front.invalidate(ino, vec![range], || None);
+            if front.fs.are_attributes_kept(ino) {
+                front.attributes_change(ino);
+            }
             then();
         });
     }

@@ -213,6 +213,7 @@ impl Front {
         let plans = self.plan_budget.clone();
         self.attempt_for(
             read,
+            |read| read.transfer.owner(),
             move |fs, Read { transfer, at, .. }| {
                 let request = transfer.request();
                 let plan = |from| {
@@ -302,6 +303,7 @@ impl Front {
         let front = self.clone();
         self.attempt_for(
             (write, part),
+            |(write, _)| write.transfer.owner(),
             move |fs, (Write { transfer, .. }, part)| {
                 // As for any other write: a user who changes a program must not thereby gain the
                 // rights that it runs with.
@@ -314,7 +316,7 @@ impl Front {
                 Ok(planned) => {
                     drop(planned);
                     let (front, general) = (front.clone(), front.general.clone());
-                    general.run(move || match front.write_edges(&write, &part, now) {
+                    general.run_for(write.transfer.owner(), move || match front.write_edges(&write, &part, now) {
                         Ok(planned) => front.begin_part(planned, write, part),
                         Err(error) => front.end_part(write, part.next, Outcome::failed(error.errno(), None), None),
                     });
@@ -381,7 +383,11 @@ impl Front {
         };
         // Looked up when the device has the data: pages that the kernel reads from here on are new.
         let only_attributes = (written.in_place || ends_inside()) && !self.lookups.may_have(transfer.ino, transfer.ranges());
-        if only_attributes && self.kernel.get().is_some() {
+        // By a ring a thread is here that completes I/O. It must not tell the kernel anything: the
+        // kernel may be evicting the inode, which only such a thread's answer to a write ends. The
+        // caller of an ioctl has the file open.
+        let may_tell = !written.shown || !transfer.admitted.is_by_ring();
+        if only_attributes && may_tell && self.kernel.get().is_some() {
             if written.shown {
                 self.attributes_change(transfer.ino);
             }
@@ -391,6 +397,9 @@ impl Front {
         self.invalidations.run_for(transfer.owner(), move || {
             let last = || if is_whole { front.last_byte(&transfer) } else { None };
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
+            if only_attributes && written.shown {
+                front.attributes_change(transfer.ino);
+            }
             front.answer_write(transfer, outcome);
         });
     }
@@ -409,7 +418,7 @@ impl Front {
         if !transfer.access.contains(Access::SYNC) || outcome.moved.total() == 0 {
             return transfer.finish(&outcome);
         }
-        self.sync(transfer.ino, transfer.admitted.process(), move |synced| {
+        self.sync(transfer.owner(), transfer.ino, move |synced| {
             let outcome = synced.map_or_else(|error| Outcome::failed(error.errno(), None), |()| outcome);
             transfer.finish(&outcome);
         });

@@ -39,7 +39,7 @@ impl Front {
         match tried {
             Ok(Some(place)) => {
                 self.wake_parts(ino);
-                self.wait(move |fs| land(fs, ino, &caller).map(|()| place), done);
+                self.wait(caller.owner(), move |fs| land(fs, ino, &caller).map(|()| place), done);
             }
             Err(Fail::Error(error)) => done(Err(error)),
             Ok(None) | Err(Fail::Stall(_)) => {
@@ -59,7 +59,7 @@ impl Front {
     /// `waits`: it is parked where it comes early.
     fn work_on(self: &Arc<Self>, fragment: Fragment, waits: bool) {
         let front = self.clone();
-        self.general.run(move || {
+        self.general.run_for(fragment.caller.owner(), move || {
             let Fragment { caller, ino, how, ref data, .. } = fragment;
             let written = front.fs.wait(|| front.try_fragment(&caller, ino, how, data, waits));
             let Some(written) = written.transpose() else {

@@ -28,6 +28,7 @@ impl Front {
     /// Reads; `cached`: into the kernel's page cache.
     pub fn read(
         self: &Arc<Self>,
+        owner: Owner,
         ino: u64,
         (offset, len): (u64, usize),
         cached: bool,
@@ -38,6 +39,7 @@ impl Front {
         }
         let permit = self.request_budget.take(len);
         self.attempt(
+            owner,
             move |fs| fs.plan_read(ino, offset, len),
             move |front, plan| match plan {
                 Ok(plan) => front.fs.submit_read(plan, move |read| {
@@ -110,7 +112,7 @@ impl Front {
             return self.append_fragment(caller, ino, data, how, done);
         }
         match attempt(self, data) {
-            Ok(place) if how.direct => self.wait(move |fs| land(fs, ino, &caller).map(|()| place), done),
+            Ok(place) if how.direct => self.wait(owner, move |fs| land(fs, ino, &caller).map(|()| place), done),
             Ok(place) => done(Ok(place)),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
@@ -118,6 +120,7 @@ impl Front {
                 let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());
                 let front = self.clone();
                 self.wait(
+                    owner,
                     move |fs| {
                         let _permit = permit;
                         let place = fs.wait(|| attempt(&front, &data))?;
@@ -166,6 +169,7 @@ impl Front {
         let segment = Segment { file_offset: how.offset, buffer_offset: memory.offset as u64, len: memory.len as u64 };
         let stripper = how.strip.then(|| self.clone());
         self.attempt(
+            caller.owner(),
             move |fs| {
                 if let Some(front) = &stripper {
                     front.strip(&caller, ino)?;
@@ -203,16 +207,16 @@ impl Front {
         }
     }
 
-    /// Makes a file durable for a thread's process.
-    pub fn sync(self: &Arc<Self>, ino: u64, thread: u32, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
-        self.wait(move |fs| fs.sync_for(ino, || asker(thread)), done);
+    /// Makes a file durable for the owner's process.
+    pub fn sync(self: &Arc<Self>, owner: Owner, ino: u64, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+        self.wait(owner, move |fs| fs.sync_for(ino, || asker(owner.process)), done);
     }
 
     /// Makes all operations on names durable. On a mount that has become read-only nothing changes
     /// after it.
-    pub fn sync_names(self: &Arc<Self>, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
+    pub fn sync_names(self: &Arc<Self>, owner: Owner, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
         let front = self.clone();
-        let commit = move || front.wait(|fs| fs.commit(), done);
+        let commit = move || front.wait(owner, |fs| fs.commit(), done);
         if self.mount_state.is_read_only() { self.mount_state.after_unseen_writes(commit) } else { commit() }
     }
 
@@ -263,6 +267,7 @@ impl Front {
             Ok(what) => {
                 let front = self.clone();
                 self.wait(
+                    caller.owner(),
                     move |fs| {
                         fs.wait(|| front.strip_unless_privileged(&caller, ino))?;
                         fs.allocate(&caller.context, ino, offset, len, what)
@@ -275,8 +280,14 @@ impl Front {
     }
 
     /// The next data, or the next hole.
-    pub fn seek(self: &Arc<Self>, ino: u64, offset: u64, hole: bool, done: impl FnOnce(Result<u64, FsError>) + Send + 'static) {
-        self.wait(move |fs| fs.seek(ino, offset, hole), done);
+    pub fn seek(
+        self: &Arc<Self>,
+        owner: Owner,
+        (ino, offset): (u64, u64),
+        hole: bool,
+        done: impl FnOnce(Result<u64, FsError>) + Send + 'static,
+    ) {
+        self.wait(owner, move |fs| fs.seek(ino, offset, hole), done);
     }
 
     /// Copies between files. Each place is an inode and an offset. Returns the bytes copied. The
@@ -292,6 +303,7 @@ impl Front {
         let len = len.min(COPY_MAX);
         let stripper = self.clone();
         self.wait(
+            caller.owner(),
             move |fs| {
                 fs.wait(|| stripper.strip_unless_privileged(&caller, to.0))?;
                 fs.copy_range(from, to, len, system_time())

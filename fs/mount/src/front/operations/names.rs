@@ -5,10 +5,11 @@ use std::sync::Arc;
 use gpunvme_engine::Inode;
 
 use crate::front::caller::Caller;
+use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use gpunvme_engine::data::{Filesystem, Settling};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
-use gpunvme_engine::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, SetAttributes};
+use gpunvme_engine::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
 
 /// Entries of a directory that are fetched at once.
 const BATCH: usize = 64;
@@ -31,12 +32,14 @@ impl Front {
     /// any inode.
     pub fn lookup(
         self: &Arc<Self>,
+        owner: Owner,
         parent: u64,
         name: &[u8],
         done: impl FnOnce(Result<Option<Attributes>, FsError>) + Send + 'static,
     ) {
         let name = name.to_vec();
         self.attempt(
+            owner,
             move |fs| {
                 let found = match &name[..] {
                     b"." => fs.attributes(parent),
@@ -76,6 +79,7 @@ impl Front {
         let (name, target) = (name.to_vec(), new.target.to_vec());
         let (mode, umask, rdev) = (new.mode, new.umask, new.rdev);
         self.attempt(
+            caller.owner(),
             move |fs| {
                 let mode = new_mode(fs, &caller, parent, mode)?;
                 fs.create(&caller.context, parent, &name, &NewNode { mode, umask, rdev, target: &target })
@@ -94,6 +98,7 @@ impl Front {
         done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static,
     ) {
         self.attempt(
+            caller.owner(),
             move |fs| {
                 let mode = new_mode(fs, &caller, parent, mode)?;
                 fs.create_unnamed(&caller.context, parent, &NewNode { mode, umask, rdev: 0, target: &[] })
@@ -110,7 +115,7 @@ impl Front {
     /// Gives an inode another name; it is given to the kernel again.
     pub fn link(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         ino: u64,
         parent: u64,
         name: &[u8],
@@ -118,7 +123,8 @@ impl Front {
     ) {
         let name = name.to_vec();
         self.attempt(
-            move |fs| fs.link(&context, ino, parent, &name),
+            caller.owner(),
+            move |fs| fs.link(&caller.context, ino, parent, &name),
             move |front, linked| {
                 if linked.is_ok() {
                     front.lookups.named(ino);
@@ -136,31 +142,39 @@ impl Front {
     /// Removes a name of anything but a directory.
     pub fn unlink(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         parent: u64,
         name: &[u8],
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         let name = name.to_vec();
-        self.attempt(move |fs| fs.unlink(&context, parent, &name), move |front, orphan| done(front.orphaned(orphan)));
+        self.attempt(
+            caller.owner(),
+            move |fs| fs.unlink(&caller.context, parent, &name),
+            move |front, orphan| done(front.orphaned(orphan)),
+        );
     }
 
     /// Removes an empty directory.
     pub fn rmdir(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         parent: u64,
         name: &[u8],
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         let name = name.to_vec();
-        self.attempt(move |fs| fs.rmdir(&context, parent, &name).map(Some), move |front, orphan| done(front.orphaned(orphan)));
+        self.attempt(
+            caller.owner(),
+            move |fs| fs.rmdir(&caller.context, parent, &name).map(Some),
+            move |front, orphan| done(front.orphaned(orphan)),
+        );
     }
 
     /// Renames.
     pub fn rename(
         self: &Arc<Self>,
-        context: Context,
+        caller: Caller,
         from: (u64, &[u8]),
         to: (u64, &[u8]),
         mode: RenameMode,
@@ -169,7 +183,8 @@ impl Front {
         let (from, to) = ((from.0, from.1.to_vec()), (to.0, to.1.to_vec()));
         let mut settling = Settling::default();
         self.attempt(
-            move |fs| fs.rename(&context, (from.0, &from.1), (to.0, &to.1), mode, &mut settling),
+            caller.owner(),
+            move |fs| fs.rename(&caller.context, (from.0, &from.1), (to.0, &to.1), mode, &mut settling),
             move |front, orphan| done(front.orphaned(orphan)),
         );
     }
@@ -185,8 +200,8 @@ impl Front {
     }
 
     /// Attributes of an inode.
-    pub fn attributes(self: &Arc<Self>, ino: u64, done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static) {
-        self.attempt(move |fs| fs.attributes(ino), |_, found| done(found));
+    pub fn attributes(self: &Arc<Self>, owner: Owner, ino: u64, done: impl FnOnce(Result<Attributes, FsError>) + Send + 'static) {
+        self.attempt(owner, move |fs| fs.attributes(ino), |_, found| done(found));
     }
 
     /// Changes attributes, the size first.
@@ -221,13 +236,14 @@ impl Front {
         match size {
             // Freeing the blocks beyond the new size can take long.
             Some(size) => self.wait(
+                caller.owner(),
                 move |fs| {
                     fs.wait(|| fs.set_size(&caller.context, ino, size))?;
                     fs.wait(|| others(fs))
                 },
                 done,
             ),
-            None => self.attempt(others, |_, changed| done(changed)),
+            None => self.attempt(caller.owner(), others, |_, changed| done(changed)),
         }
     }
 
@@ -235,8 +251,8 @@ impl Front {
     /// attributes are given to the kernel, but for `.` and `..`.
     pub fn read_dir<L: Listing>(
         self: &Arc<Self>,
-        dir: u64,
-        cookie: u64,
+        owner: Owner,
+        (dir, cookie): (u64, u64),
         listing: L,
         done: impl FnOnce(L, Result<(), FsError>) + Send + 'static,
     ) {
@@ -244,7 +260,7 @@ impl Front {
         match reading.fill() {
             Ok(()) => done(reading.listing, Ok(())),
             Err(Fail::Error(error)) => done(reading.listing, Err(error)),
-            Err(Fail::Stall(_)) => self.general.run(move || {
+            Err(Fail::Stall(_)) => self.general.run_for(owner, move || {
                 let filled = reading.fill_waiting();
                 done(reading.listing, filled);
             }),
@@ -390,7 +406,7 @@ mod tests {
         let (root, member, stranger) = (Caller::now(0, 0, 0), Caller::now(7, 99, 0), Caller::now(7, 7, 0));
         let folder = |name: &[u8], mode: u32| {
             let new = NewNode { mode: libc::S_IFDIR | mode, umask: 0, rdev: 0, target: &[] };
-            fs.create(&Context { gid: 99, ..root.context }, ROOT, name, &new).unwrap().ino
+            fs.create(&gpunvme_engine::volume::Context { gid: 99, ..root.context }, ROOT, name, &new).unwrap().ino
         };
         let (shared, plain) = (folder(b"shared", 0o2777), folder(b"plain", 0o777));
         let (file, dir) = (libc::S_IFREG, libc::S_IFDIR);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use gpunvme_engine::error::{Fail, FsError};
 
 use crate::front::messages;
+use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 
 impl Front {
@@ -14,8 +15,10 @@ impl Front {
             Ok(false) => self.removed(ino, Ok(())),
             Err(Fail::Error(error)) => self.removed(ino, Err(error)),
             Ok(true) | Err(Fail::Stall(_)) => {
+                // Who made the kernel forget it is not known: the owner's turn it is.
+                let user = self.fs.attributes(ino).map_or(0, |now| now.inode.uid);
                 let front = self.clone();
-                self.general.run(move || front.remove_waiting(ino));
+                self.general.run_for(Owner { user, process: 0 }, move || front.remove_waiting(ino));
             }
         }
     }

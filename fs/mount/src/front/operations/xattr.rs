@@ -30,13 +30,17 @@ impl Front {
             Err(error) => return done(Err(error)),
         };
         let name = name.to_vec();
-        self.attempt(move |fs| fs.get_xattr(ino, &name), move |_, found| done(or_missing(found, missing)));
+        self.attempt(caller.owner(), move |fs| fs.get_xattr(ino, &name), move |_, found| done(or_missing(found, missing)));
     }
 
     /// The names of the extended attributes that the caller may see, each with a zero byte after
     /// it.
     pub fn list_xattrs(self: &Arc<Self>, caller: Caller, ino: u64, done: impl FnOnce(Result<Vec<u8>, FsError>) + Send + 'static) {
-        self.attempt(move |fs| fs.list_xattrs(ino), move |_, names| done(names.map(|names| visible(&caller, names))));
+        self.attempt(
+            caller.owner(),
+            move |fs| fs.list_xattrs(ino),
+            move |_, names| done(names.map(|names| visible(&caller, names))),
+        );
     }
 
     /// Sets an extended attribute. `drop_sgid`: whether the set-group-id bit goes with a new ACL,
@@ -54,6 +58,7 @@ impl Front {
         let (create, replace) = (flags & libc::XATTR_CREATE != 0, flags & libc::XATTR_REPLACE != 0);
         let mut is_set = false;
         self.attempt(
+            caller.owner(),
             move |fs| {
                 // Once: what is set is there when this is attempted again.
                 if !is_set {
@@ -80,6 +85,7 @@ impl Front {
         };
         let name = name.to_vec();
         self.attempt(
+            caller.owner(),
             move |fs| fs.remove_xattr(&caller.context, ino, &name),
             move |_, removed| done(or_missing(removed, missing)),
         );
