@@ -40,7 +40,7 @@ use store::Store;
 /// Parts in flight unless told. Those that go are shorter and more: a store may take each of them
 /// slowly.
 const HYDRATE_CONCURRENCY: usize = 16;
-const PUBLISH_CONCURRENCY: usize = 32;
+const PUBLISH_CONCURRENCY: usize = 48;
 
 /// Datasets in, checkpoints out: sets of files between object stores and a folder
 #[derive(Parser)]

@@ -22,8 +22,9 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Least bytes of a part, where the memory allows it.
-const LEAST_PART: u64 = 8 << 20;
+/// Least bytes of a part, where the memory allows it: what S3 takes. A store with many cores is busy
+/// with many parts rather than with long ones.
+const LEAST_PART: u64 = LEAST_PART_TAKEN;
 
 /// What is to be done.
 pub struct Publication {

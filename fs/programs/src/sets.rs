@@ -37,7 +37,7 @@ pub struct Evict {
 
 #[derive(Debug, Args)]
 pub struct Limits {
-    /// How many parts are in flight: unless told 16 that come, or 32 that go
+    /// How many parts are in flight: unless told 16 that come, or 48 that go
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub concurrency: Option<u16>,
     /// Memory for parts, in MiB
