@@ -9,6 +9,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
 
+use super::alloc::Promised;
 use super::extents::{self, Mapping};
 use super::inode;
 use super::io::blocks_of;
@@ -98,16 +99,17 @@ impl Volume {
     }
 
     /// Maps data that is on the device: as many blocks of the placed as one operation can take,
-    /// from the first on. With the last of them it redeems `promised` blocks and applies the
-    /// stamp. Returns how many blocks it mapped.
+    /// from the first on. It redeems the promised nodes that it needs, and with the last blocks the
+    /// promised blocks; and applies the stamp. Returns how many blocks it mapped.
     pub(crate) fn map_placed(
         &self,
         ino: u64,
         placed: impl Iterator<Item = PlacedRun>,
-        promised: u64,
+        promised: &mut Promised,
         stamp: &Stamp,
     ) -> Attempt<u64> {
         let mut op = self.begin()?;
+        op.promised_parts = promised.parts;
         let mut inode = regular(&op, ino)?;
         let (mut mapped, mut extents, mut reached) = (0, 0, 0);
         for mut placed_run in placed {
@@ -117,6 +119,7 @@ impl Volume {
                     // mapped.
                     inode.size = inode.size.max(stamp.size.unwrap_or(0).min(reached * BLOCK_SIZE as u64));
                     inode::store(&mut op, ino, &inode)?;
+                    promised.parts -= op.redeemed_parts();
                     op.finish();
                     return Ok(mapped);
                 }
@@ -129,7 +132,8 @@ impl Volume {
         }
         stamp.apply(&mut inode);
         inode::store(&mut op, ino, &inode)?;
-        op.redeemed = promised;
+        promised.parts -= op.redeemed_parts();
+        op.redeemed = std::mem::take(&mut promised.blocks);
         op.finish();
         Ok(mapped)
     }
@@ -166,6 +170,7 @@ impl Volume {
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
         inode::content_changed(&mut inode, context.now);
         inode::store(&mut op, ino, &inode)?;
+        op.leaves_room()?;
         op.finish();
         Ok(step.next)
     }
@@ -177,14 +182,16 @@ impl Volume {
         regular(&op, ino)?;
         let step = extents::convert(&mut op, ino, from, to, true)?;
         inode::change(&mut op, ino, |inode| inode::content_changed(inode, context.now))?;
+        op.leaves_room()?;
         op.finish();
         Ok(step.next)
     }
 
-    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns false, and
+    /// Maps reserved blocks as preallocated ones, and redeems the promised ones. Returns false, and
     /// changes nothing, when another operation has mapped a part of the range in the meantime.
-    pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
+    pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: &mut Promised) -> Attempt<bool> {
         let mut op = self.begin()?;
+        op.promised_parts = promised.parts;
         regular(&op, ino)?;
         if !extents::mappings(&op, ino, offset, offset + run.len, 1)?.is_empty() {
             return Ok(false);
@@ -193,7 +200,8 @@ impl Volume {
         let extent = Extent { block: run.start, len: run.len as u32, unwritten: true, device: 0 };
         extents::insert(&mut op, ino, Mapping { offset, extent })?;
         inode::change(&mut op, ino, |inode| inode.blocks += run.len)?;
-        op.redeemed = promised;
+        promised.parts -= op.redeemed_parts();
+        op.redeemed = std::mem::take(&mut promised.blocks);
         op.finish();
         Ok(true)
     }
@@ -270,7 +278,9 @@ mod tests {
     fn map_all(volume: &Volume, ino: u64, pieces: &[PlacedRun]) -> usize {
         let mut left = pieces.to_vec();
         for operations in 1.. {
-            let mut mapped = volume.wait(|| volume.map_placed(ino, left.iter().copied(), 0, &Stamp::default())).unwrap();
+            let mut mapped = volume
+                .wait(|| volume.map_placed(ino, left.iter().copied(), &mut Promised::default(), &Stamp::default()))
+                .unwrap();
             while let Some(first) = left.first_mut().filter(|_| mapped > 0) {
                 let blocks = mapped.min(first.run.len);
                 first.skip(blocks);
@@ -294,7 +304,7 @@ mod tests {
         let (mut long, mut at) = (Vec::new(), 0);
         while at < 2 * PIECES {
             let run = volume.wait(|| volume.reserve(None, 2 * PIECES - at, 0)).unwrap();
-            assert!(volume.wait(|| volume.map_unwritten(ino, at, run, 0)).unwrap());
+            assert!(volume.wait(|| volume.map_unwritten(ino, at, run, &mut Promised::default())).unwrap());
             long.push(PlacedRun { offset: at, run, reserved: false });
             at += run.len;
         }

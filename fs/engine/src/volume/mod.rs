@@ -48,6 +48,7 @@ mod versions;
 pub(crate) mod xattr;
 
 pub use acl::ACCESS as ACL_ACCESS;
+pub(crate) use alloc::{Promised, Splits};
 pub use attr::{Attributes, SetAttributes};
 pub use cache::CacheUse;
 pub use dir::DirEntry;

@@ -11,6 +11,7 @@ use gpunvme_layout::Anchor;
 
 use super::anchors::{Anchors, FRONT};
 use crate::error::FsError;
+use crate::volume::alloc::Promised;
 use crate::volume::io::{read_scattered, write_block};
 use crate::volume::open::Volume;
 
@@ -29,7 +30,7 @@ impl Volume {
     pub fn look_before_writing(&self) -> Result<(), FsError> {
         let waits = {
             let meta = self.meta.read();
-            meta.promised > 0 || !meta.running.is_empty()
+            meta.promised != Promised::default() || !meta.running.is_empty()
         };
         if waits { self.look().map_err(|e| self.fail(e)) } else { Ok(()) }
     }
