@@ -248,6 +248,33 @@ fn a_device_that_fails_flushes_promises_nothing() {
 }
 
 #[test]
+fn a_growth_whose_writes_may_not_be_durable_makes_the_volume_read_only() {
+    let first_superblock = Rule::fail(On::Write, libc::EIO).within(0..4096);
+    for rule in [Rule::fail(On::Flush, libc::EIO), first_superblock] {
+        let memory = MemoryDevice::new(32 << 20);
+        let faulty = Faulty::new(memory.clone());
+        let device: Arc<dyn BlockDevice> = faulty.clone();
+        make(&device);
+        let fs = open(&device).expect("nothing fails yet");
+        let ino = file(&fs, b"a");
+        fs.wait(|| fs.write(ino, 0, &[7; 5000], NOW)).unwrap();
+        fs.sync_file(ino).unwrap();
+        memory.extend(64 << 20);
+        device.look_again().unwrap();
+        faulty.add(rule.once());
+        assert_eq!(fs.volume().grow().unwrap_err().errno(), libc::EIO);
+        assert!(fs.volume().is_read_only());
+        assert_eq!(fs.wait(|| fs.write(ino, 0, &[8; 10], NOW)).unwrap_err().errno(), libc::EROFS);
+        assert_eq!(fs.commit().unwrap_err().errno(), libc::EROFS);
+        drop(fs);
+        let fs = open(&device).expect("the device is well again");
+        assert_eq!(fs.read(ino, 0, 5000).unwrap(), [7; 5000]);
+        fs.volume().grow().expect("it is larger");
+        assert_sound(&fs, "grown at last");
+    }
+}
+
+#[test]
 fn damaged_metadata_is_named_and_nothing_panics() {
     let (_, device, fs) = setup();
     for i in 0..500u32 {

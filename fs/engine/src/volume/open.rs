@@ -378,6 +378,11 @@ impl Volume {
         }
     }
 
+    /// Stops all writing: a device of the volume failed to make durable what was written to it.
+    pub fn stop(&self, error: FsError) {
+        self.fail(error);
+    }
+
     /// Stops all writing after a failure that leaves memory and device apart.
     pub(super) fn fail(&self, error: FsError) -> FsError {
         if matches!(error, FsError::ReadOnly | FsError::Failed(_)) {

@@ -24,9 +24,9 @@ impl Anchors {
         Anchors { generation, front: FRONT.map(|address| Some(read_blocks(io, address, 1).ok()?.swap_remove(0))) }
     }
 
-    /// The first superblock is this one from now on; none where that is not known.
-    pub(in crate::volume) fn know_superblock(&mut self, block: Option<Block>) {
-        self.front[0] = block;
+    /// The first superblock is this one from now on.
+    pub(in crate::volume) fn know_superblock(&mut self, block: Block) {
+        self.front[0] = Some(block);
     }
 
     /// Generation of the last one written.
