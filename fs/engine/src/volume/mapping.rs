@@ -268,10 +268,10 @@ mod tests {
         }
     }
 
-    fn new_file(volume: &Volume) -> u64 {
+    fn new_file(volume: &Volume, name: &[u8]) -> u64 {
         let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
         let new = crate::volume::NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
-        volume.wait(|| volume.create(&context, 1, b"file", &new)).unwrap().0.ino
+        volume.wait(|| volume.create(&context, 1, name, &new)).unwrap().0.ino
     }
 
     /// Maps pieces to the last, and returns how many operations that took.
@@ -297,10 +297,30 @@ mod tests {
     }
 
     #[test]
+    fn extents_that_come_in_descending_order_behind_a_full_leaf_share_leaves() {
+        let volume = volume(256 << 20);
+        let free_nodes = || volume.wait(|| volume.begin()?.free_nodes()).unwrap();
+        let all = free_nodes();
+        // One of the files has filled its leaf when the order turns.
+        for first in 0..120u64 {
+            let ino = new_file(&volume, first.to_string().as_bytes());
+            let map = |offset: u64| {
+                let run = volume.wait(|| volume.reserve(None, 1, 0)).unwrap();
+                map_all(&volume, ino, &[PlacedRun { offset, run, reserved: true }]);
+            };
+            (0..first).for_each(|number| map(2 * number));
+            let before = free_nodes();
+            (0..100).rev().for_each(|number| map(10_000 + 2 * number));
+            let taken = before.saturating_sub(free_nodes());
+            assert!(taken < 5, "{taken} nodes of {all} after {first} extents");
+        }
+    }
+
+    #[test]
     fn mapping_a_long_piece_over_many_extents_takes_operations_that_are_each_bounded() {
         const PIECES: u64 = 60_000;
         let volume = volume(1 << 30);
-        let ino = new_file(&volume);
+        let ino = new_file(&volume, b"file");
         let (mut long, mut at) = (Vec::new(), 0);
         while at < 2 * PIECES {
             let run = volume.wait(|| volume.reserve(None, 2 * PIECES - at, 0)).unwrap();

@@ -182,7 +182,7 @@ impl Op<'_> {
     }
 
     /// Free nodes in all chunks of metadata.
-    pub(super) fn free_nodes(&mut self) -> Attempt<u64> {
+    pub fn free_nodes(&mut self) -> Attempt<u64> {
         let nodes = self.meta().count_free_nodes()?;
         self.set_free_nodes(Some(nodes));
         Ok(nodes)
