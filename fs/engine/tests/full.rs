@@ -5,15 +5,16 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Region};
+use gpunvme_blockdev::{BlockDevice, Io, Region};
 use gpunvme_blockdev_testing::MemoryDevice;
-use gpunvme_engine::Filesystem;
+use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::resize::Allocate;
+use gpunvme_engine::data::{Filesystem, Options};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
 
-use crate::common::{ROOT, Random, assert_sound, make, open, stepped_by};
+use crate::common::{ROOT, Random, Worker, assert_sound, make, open, stepped_by};
 
 const NOW: Timestamp = Timestamp { seconds: 9, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
@@ -198,4 +199,70 @@ fn what_is_written_to_files_whose_leaves_are_full_is_not_lost() {
     assert!(written.iter().all(|ino| fs.read(*ino, 0, BLOCK as usize).expect("it can be read") == [7; BLOCK as usize]));
     assert_sound(&fs, "small files");
     assert_eq!(written.len() as u64, FILES / APART);
+}
+
+/// Threads fill the volume, each with files of its own, and punch holes into them.
+#[test]
+fn what_threads_have_written_beside_one_another_on_a_full_volume_is_not_lost() {
+    const THREADS: u64 = 4;
+    const SPAN: u64 = 4000;
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(48 << 20);
+    make(&device);
+    let options = Options { volume: VolumeOptions { read_only: false, cache: 1 << 20, discard: false }, write_buffer: 8 << 20 };
+    let fs = Filesystem::open(Io::threaded(device.clone(), 2).expect("queues"), options, Worker::start()).expect("it was made");
+    let fill = |thread: u64| {
+        let fs = fs.clone();
+        let ino = file(&fs, format!("thread {thread}").as_bytes());
+        let mut random = Random(thread);
+        let mut content = vec![0; SPAN as usize];
+        let mut refused = 0;
+        for round in 0..12_000 {
+            let (block, byte) = (random.below(SPAN), 1 + random.below(255) as u8);
+            match random.below(100) {
+                0..90 => match fs.wait(|| fs.write(ino, block * BLOCK, &[byte; BLOCK as usize], NOW)) {
+                    Ok(()) => content[block as usize] = byte,
+                    Err(FsError::NoSpace) => refused += 1,
+                    Err(error) => panic!("{error}"),
+                },
+                90..95 => {
+                    let len = 1 + random.below(40);
+                    refused += u64::from(!had_room(fs.allocate(
+                        &WHO,
+                        ino,
+                        block * BLOCK,
+                        len * BLOCK,
+                        Allocate::Reserve { grow: true },
+                    )));
+                }
+                _ => {
+                    if had_room(fs.allocate(&WHO, ino, block * BLOCK, 3 * BLOCK, Allocate::Punch)) {
+                        content[block as usize..SPAN.min(block + 3) as usize].fill(0);
+                    }
+                }
+            }
+            fs.write_behind(ino);
+            if round % 1000 == 0 {
+                fs.sync_file(ino).expect("what was accepted is not lost");
+            }
+        }
+        fs.sync_file(ino).expect("what was accepted is not lost");
+        (ino, content, refused)
+    };
+    let fill = &fill;
+    let filled: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || fill(thread))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("none panics")).collect()
+    });
+    assert!(filled.iter().map(|(_, _, refused)| refused).sum::<u64>() > 100, "it was not full");
+    fs.close().expect("nothing was lost");
+    drop(fs);
+    let fs = open(&device).expect("it was closed");
+    for (ino, content, _) in filled {
+        for (block, byte) in content.iter().enumerate() {
+            let mut found = fs.read(ino, block as u64 * BLOCK, BLOCK as usize).expect("it can be read");
+            found.resize(BLOCK as usize, 0);
+            assert!(found.iter().all(|found| found == byte), "block {block} of {ino}");
+        }
+    }
+    assert_sound(&fs, "after threads");
 }

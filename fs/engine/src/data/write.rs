@@ -39,7 +39,7 @@ impl Filesystem {
     /// the writing process, then calls [`Filesystem::write_behind`].
     ///
     /// # Errors
-    /// [`FsError::NoSpace`] here and not later: to what is taken, blocks are promised, and nodes for
+    /// [`FsError::NoSpace`] here and not later: blocks are promised to what is taken, and nodes to
     /// its extents.
     pub fn write(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<()> {
         self.write_as(Writer::Kernel, ino, offset, data, now).map(drop)

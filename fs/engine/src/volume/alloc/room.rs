@@ -20,8 +20,8 @@ use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::meta::{Blocks, Meta};
 use crate::volume::op::Op;
 
-/// Free nodes, beside those that are promised, with which names can still be added when no chunk may
-/// be taken, and writes accepted: far more than one operation needs. The last ones are left to
+/// Free nodes, beside those that are promised, with which names can still be added when no chunk
+/// may be taken, and writes accepted: far more than one operation needs. The last ones are left to
 /// operations that are never refused: deletions.
 pub(super) const NODES_LEFT: u64 = 128;
 /// Promised nodes are counted in such parts: items that make one node of a leaf two at the least,
@@ -88,9 +88,10 @@ impl Meta {
         self.chunk_margin().div_ceil(2)
     }
 
-    /// Blocks that can still be promised to data.
+    /// Blocks that can still be promised to data, when the writes in flight have given back the
+    /// nodes that they did not need.
     pub fn available(&self) -> u64 {
-        let kept = self.kept_chunks() + self.chunks_for_names();
+        let kept = self.chunk_margin() + self.chunks_for_names();
         self.state.free_blocks.saturating_sub(self.promised.blocks + kept * CHUNK_BLOCKS)
     }
 

@@ -111,8 +111,8 @@ impl Front {
         })
     }
 
-    /// Why the devices did not give more. Where it is not known any more what is durable, the volume
-    /// stops.
+    /// Why the devices did not give more. Where it is not known any more what is durable, the
+    /// volume stops.
     fn not_grown(&self, errno: i32, error: GrowError) -> Refusal {
         let why = error.to_string();
         if let GrowError::NotDurable(error) = error {
