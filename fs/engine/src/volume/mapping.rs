@@ -9,13 +9,13 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{Extent, FileType, Inode, Timestamp};
 
-use super::alloc::Promised;
 use super::extents::{self, Mapping};
 use super::inode;
 use super::io::blocks_of;
 use super::op::Op;
 use super::open::{Context, Volume};
 use super::orphan;
+use super::promised::Promised;
 use super::run::Run;
 use super::undo::OP_BLOCKS_MAX;
 use crate::error::{Attempt, FsError};

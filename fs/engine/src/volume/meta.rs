@@ -6,10 +6,11 @@ use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::key::NameHash;
 use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 
-use super::alloc::{Promised, ReservedChunks};
 use super::busy::Busy;
 use super::cache::Cache;
 use super::place::Place;
+use super::promised::Promised;
+use super::reserved::ReservedChunks;
 use super::run::Run;
 use super::versions::Versions;
 use crate::error::{Attempt, Fail, Stall};

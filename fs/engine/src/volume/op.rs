@@ -8,10 +8,10 @@ use std::sync::Arc;
 use gpunvme_layout::{Block, BlockKind, Geometry, Key, Kind, State, node};
 use parking_lot::RwLockWriteGuard;
 
-use super::alloc::{NODE_PARTS, Promised};
 use super::cache::Entry;
 use super::meta::{Blocks, Hints, Meta};
 use super::place::Place;
+use super::promised::{NODE_PARTS, Promised};
 use super::run::Run;
 use super::undo::{Change, Changes, OP_BLOCKS_MAX};
 use crate::error::{Attempt, Fail, FsError, Stall};

@@ -1,8 +1,8 @@
 //! Reservations: blocks that are kept for data which is in memory, or on its way to the device. The
 //! device holds no record of them: a crash forgets them.
 
-use super::alloc::{Promised, Splits};
 use super::open::Volume;
+use super::promised::{Promised, Splits};
 use super::run::Run;
 use crate::error::Attempt;
 

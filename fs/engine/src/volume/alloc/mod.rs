@@ -13,10 +13,7 @@ mod bitmaps;
 mod claim;
 mod nodes;
 mod reserve;
-mod reserved;
 mod room;
 
 pub(super) use bitmaps::{bitmap, descriptor};
 pub(crate) use nodes::empty_metadata_chunks;
-pub(super) use reserved::ReservedChunks;
-pub(crate) use room::{NODE_PARTS, Promised, Splits};

@@ -5,10 +5,11 @@ use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind};
 
 use super::bitmaps::{bitmap, descriptor};
-use super::room::{NODE_PARTS, NODES_LEFT};
+use super::room::NODES_LEFT;
 use crate::error::Attempt;
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
+use crate::volume::promised::NODE_PARTS;
 
 /// The empty metadata chunks of a group, each by its first block.
 pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt<Vec<u64>> {

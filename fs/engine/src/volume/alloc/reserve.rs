@@ -7,6 +7,7 @@ use gpunvme_layout::group::{self, ChunkKind};
 use super::bitmaps::{bitmap, descriptor};
 use crate::error::Attempt;
 use crate::volume::meta::Meta;
+use crate::volume::reserved;
 use crate::volume::run::Run;
 
 /// A file that wants more chunks than this at once has taken some before.
@@ -290,5 +291,29 @@ impl Meta {
             }
         }
         Ok(longest)
+    }
+
+    /// Notes that data is on its way to free blocks.
+    fn note_reserved(&mut self, run: Run) -> Attempt<()> {
+        for part in reserved::parts(run) {
+            let is_free = self.is_free_by_bitmap(part.start)?;
+            self.reserved.add(part, is_free);
+        }
+        Ok(())
+    }
+
+    /// Notes that a finished operation has freed blocks: a chunk of them may be wholly free now
+    /// although data is on its way to others of its blocks.
+    pub fn note_freed(&mut self, run: Run) {
+        for part in reserved::parts(run) {
+            if self.reserved.contains(part.start) && matches!(self.is_free_by_bitmap(part.start), Ok(true)) {
+                self.reserved.becomes_free(part.start);
+            }
+        }
+    }
+
+    fn is_free_by_bitmap(&self, block: u64) -> Attempt<bool> {
+        let (group, at) = self.geometry.locate(block);
+        Ok(bitmap(self, group)?.is_none_or(|b| group::kind(b, at / CHUNK_BLOCKS) == ChunkKind::Free))
     }
 }

@@ -19,55 +19,16 @@ use super::bitmaps::descriptor;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::meta::{Blocks, Meta};
 use crate::volume::op::Op;
+use crate::volume::promised::{NODE_PARTS, Promised, Splits};
 
 /// Free nodes, beside those that are promised, with which names can still be added when no chunk
 /// may be taken, and writes accepted: far more than one operation needs. The last ones are left to
 /// operations that are never refused: deletions.
 pub(super) const NODES_LEFT: u64 = 128;
-/// Promised nodes are counted in such parts: items that make one node of a leaf two at the least,
-/// however they lie.
-pub(crate) const NODE_PARTS: u64 = 40;
-
 /// Blocks of files to one node that is kept for their extents. Where all blocks are preallocated,
 /// and every other one is written in the worst order, a node of extents has 56, and an inner node
 /// has 84 of those.
 const BLOCKS_PER_NODE: u64 = 54;
-
-/// The most that mapping a write changes in the tree.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Splits {
-    /// Ranges of a file, far from one another: each may find two full leaves at its ends.
-    pub runs: u64,
-    /// Items in these ranges that are added, or may be cut in two.
-    pub items: u64,
-}
-
-impl Splits {
-    /// Adds a write of a range with so many blocks of holes and so many extents of preallocated
-    /// blocks.
-    pub fn add_write(&mut self, holes: u64, unwritten: u64) {
-        self.runs += u64::from(holes + unwritten > 0);
-        // An extent may lie in a full leaf of its own, and become three.
-        self.items += holes + 3 * unwritten;
-    }
-}
-
-/// What is promised to a write, or to all of them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Promised {
-    /// Blocks for data.
-    pub blocks: u64,
-    /// Nodes for the mapping, in parts ([`NODE_PARTS`]).
-    pub parts: u64,
-}
-
-impl Promised {
-    /// Takes one promise out of many.
-    pub fn forget(&mut self, one: Promised) {
-        self.blocks -= one.blocks;
-        self.parts -= one.parts;
-    }
-}
 
 impl Meta {
     /// Wholly free chunks that data leaves to metadata as long as it finds room elsewhere: they

@@ -11,9 +11,9 @@ use gpunvme_layout::Anchor;
 
 use super::anchors::{Anchors, FRONT};
 use crate::error::FsError;
-use crate::volume::alloc::Promised;
 use crate::volume::io::{read_scattered, write_block};
 use crate::volume::open::Volume;
+use crate::volume::promised::Promised;
 
 impl Volume {
     /// Makes the next commit check whether the volume on the device is still this mount's. Called

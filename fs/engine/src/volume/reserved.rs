@@ -4,12 +4,8 @@
 use rustc_hash::FxHashMap;
 
 use gpunvme_layout::geometry::CHUNK_BLOCKS;
-use gpunvme_layout::group::{self, ChunkKind};
 
-use super::bitmaps::bitmap;
-use crate::error::Attempt;
-use crate::volume::meta::Meta;
-use crate::volume::run::Run;
+use super::run::Run;
 
 /// The chunks with reserved blocks, by number: their first block divided by their length.
 #[derive(Default)]
@@ -37,12 +33,20 @@ impl ReservedChunks {
         self.chunks.contains_key(&(start / CHUNK_BLOCKS))
     }
 
-    fn add(&mut self, part: Run, is_free: bool) {
+    /// Adds blocks of one chunk; `is_free`: the bitmap has that as wholly free.
+    pub fn add(&mut self, part: Run, is_free: bool) {
         let chunk = self.chunks.entry(part.start / CHUNK_BLOCKS).or_insert_with(|| {
             self.free += u64::from(is_free);
             Reserved { blocks: 0, is_free }
         });
         chunk.blocks += part.len;
+    }
+
+    /// Notes that the bitmap has a chunk with reserved blocks as wholly free.
+    pub fn becomes_free(&mut self, start: u64) {
+        let chunk = self.chunks.get_mut(&(start / CHUNK_BLOCKS)).expect("it has reserved blocks");
+        self.free += u64::from(!chunk.is_free);
+        chunk.is_free = true;
     }
 
     /// Takes reserved blocks out; `claimed`: a file has them now, and their chunks hold data.
@@ -64,37 +68,9 @@ impl ReservedChunks {
 }
 
 /// The parts of a run that lie in one chunk each.
-fn parts(run: Run) -> impl Iterator<Item = Run> {
+pub(crate) fn parts(run: Run) -> impl Iterator<Item = Run> {
     (run.start / CHUNK_BLOCKS..=(run.end() - 1) / CHUNK_BLOCKS).map(move |chunk| {
         let (start, end) = (run.start.max(chunk * CHUNK_BLOCKS), run.end().min((chunk + 1) * CHUNK_BLOCKS));
         Run { start, len: end - start }
     })
-}
-
-impl Meta {
-    /// Notes that data is on its way to free blocks.
-    pub(super) fn note_reserved(&mut self, run: Run) -> Attempt<()> {
-        for part in parts(run) {
-            let is_free = self.is_free_by_bitmap(part.start)?;
-            self.reserved.add(part, is_free);
-        }
-        Ok(())
-    }
-
-    /// Notes that a finished operation has freed blocks: a chunk of them may be wholly free now
-    /// although data is on its way to others of its blocks.
-    pub fn note_freed(&mut self, run: Run) {
-        for part in parts(run) {
-            let is_free = self.reserved.contains(part.start) && matches!(self.is_free_by_bitmap(part.start), Ok(true));
-            if is_free && let Some(chunk) = self.reserved.chunks.get_mut(&(part.start / CHUNK_BLOCKS)) {
-                self.reserved.free += u64::from(!chunk.is_free);
-                chunk.is_free = true;
-            }
-        }
-    }
-
-    fn is_free_by_bitmap(&self, block: u64) -> Attempt<bool> {
-        let (group, at) = self.geometry.locate(block);
-        Ok(bitmap(self, group)?.is_none_or(|b| group::kind(b, at / CHUNK_BLOCKS) == ChunkKind::Free))
-    }
 }
