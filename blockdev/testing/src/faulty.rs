@@ -194,6 +194,10 @@ impl BlockDevice for Faulty {
     fn pins(&self) -> bool {
         self.inner.pins()
     }
+
+    fn look_again(&self) -> Result<u64> {
+        self.inner.look_again()
+    }
 }
 
 struct FaultyQueue {

@@ -152,6 +152,8 @@ pub enum Stall {
     Checkpoint,
     /// Room in the write buffer.
     Memory,
+    /// Nodes of the tree that are promised to writes which are not over.
+    Nodes,
     /// Content of a block of a file, of which only a part is written.
     Page {
         /// The file.

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use crate::common::{ROOT, assert_sound, make, open};
 use gpunvme_abi::Segment;
-use gpunvme_blockdev::{BlockDevice, Region};
-use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Rule};
+use gpunvme_blockdev::{BlockDevice, Io, Region};
+use gpunvme_blockdev_testing::{Event, Faulty, MemoryDevice, On, Recorder, Rule};
+use gpunvme_engine::check::{CheckOptions, Fsck};
 use gpunvme_engine::data::{Asker, Settling};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
@@ -248,6 +249,33 @@ fn a_device_that_fails_flushes_promises_nothing() {
 }
 
 #[test]
+fn a_growth_whose_writes_may_not_be_durable_makes_the_volume_read_only() {
+    let first_superblock = Rule::fail(On::Write, libc::EIO).within(0..4096);
+    for rule in [Rule::fail(On::Flush, libc::EIO), first_superblock] {
+        let memory = MemoryDevice::new(32 << 20);
+        let faulty = Faulty::new(memory.clone());
+        let device: Arc<dyn BlockDevice> = faulty.clone();
+        make(&device);
+        let fs = open(&device).expect("nothing fails yet");
+        let ino = file(&fs, b"a");
+        fs.wait(|| fs.write(ino, 0, &[7; 5000], NOW)).unwrap();
+        fs.sync_file(ino).unwrap();
+        memory.extend(64 << 20);
+        device.look_again().unwrap();
+        faulty.add(rule.once());
+        assert_eq!(fs.volume().grow().unwrap_err().errno(), libc::EIO);
+        assert!(fs.volume().is_read_only());
+        assert_eq!(fs.wait(|| fs.write(ino, 0, &[8; 10], NOW)).unwrap_err().errno(), libc::EROFS);
+        assert_eq!(fs.commit().unwrap_err().errno(), libc::EROFS);
+        drop(fs);
+        let fs = open(&device).expect("the device is well again");
+        assert_eq!(fs.read(ino, 0, 5000).unwrap(), [7; 5000]);
+        fs.volume().grow().expect("it is larger");
+        assert_sound(&fs, "grown at last");
+    }
+}
+
+#[test]
 fn damaged_metadata_is_named_and_nothing_panics() {
     let (_, device, fs) = setup();
     for i in 0..500u32 {
@@ -338,20 +366,109 @@ fn a_damaged_anchor_costs_no_transaction_without_a_word() {
     file(&fs, b"durable");
     fs.commit().unwrap();
     let image = memory.snapshot();
-    let mut refused = 0;
-    for address in anchors {
-        let mut image = image.clone();
-        image.write_at(address * 4096 + 1000, b"not what was here");
-        let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image);
-        match open(&device) {
-            Ok(fs) => assert!(fs.wait(|| fs.lookup(ROOT, b"durable")).is_ok(), "lost without a word"),
-            Err(error) => {
-                assert!(matches!(&error, FsError::Corrupt(_)) && error.to_string().contains("anchor"), "{error}");
-                refused += 1;
+    for is_readable in [true, false] {
+        let mut refused = 0;
+        for address in anchors {
+            let mut image = image.clone();
+            if is_readable {
+                image.write_at(address * 4096 + 1000, b"not what was here");
+            }
+            let faulty = Faulty::new(MemoryDevice::from_image(image));
+            if !is_readable {
+                faulty.add(unreadable(address));
+            }
+            let device: Arc<dyn BlockDevice> = faulty;
+            match open(&device) {
+                Ok(fs) => assert!(fs.wait(|| fs.lookup(ROOT, b"durable")).is_ok(), "lost without a word"),
+                Err(error) => {
+                    assert!(matches!(&error, FsError::Corrupt(_)) && error.to_string().contains("anchor"), "{error}");
+                    refused += 1;
+                }
             }
         }
+        assert_eq!(refused, 1, "only where the other one does not know of the transaction");
     }
-    assert_eq!(refused, 1, "only where the other one does not know of the transaction");
+}
+
+/// The device cannot read a block.
+fn unreadable(address: u64) -> Rule {
+    Rule::fail(On::Read, libc::EIO).within(address * 4096..(address + 1) * 4096)
+}
+
+#[test]
+fn after_an_unmount_one_anchor_that_can_be_read_is_enough() {
+    let (faulty, device, fs) = setup();
+    file(&fs, b"durable");
+    fs.close().unwrap();
+    drop(fs);
+    let geometry = open(&device).map(|fs| fs.volume().geometry()).unwrap();
+    open(&device).unwrap().close().unwrap();
+    for address in gpunvme_layout::geometry::ANCHORS.into_iter().chain([geometry.journal]) {
+        faulty.add(unreadable(address));
+        let fs = open(&device).unwrap_or_else(|error| panic!("block {address}: {error}"));
+        assert!(fs.wait(|| fs.lookup(ROOT, b"durable")).is_ok());
+        fs.close().unwrap();
+        faulty.clear();
+    }
+    gpunvme_layout::geometry::ANCHORS.into_iter().for_each(|address| faulty.add(unreadable(address)));
+    let Err(error) = open(&device) else { panic!("nothing says where the journal begins") };
+    assert!(error.to_string().contains("block 1:") && error.to_string().contains("fsck.gpunvme"), "{error}");
+}
+
+/// What is there may be a transaction that was durable.
+#[test]
+fn a_block_of_the_journal_that_cannot_be_read_refuses_a_mount_by_name_and_a_check_goes_on() {
+    let memory = MemoryDevice::new(64 << 20);
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    let fs = open(&device).unwrap();
+    for name in [&b"first"[..], b"second"] {
+        file(&fs, name);
+        fs.commit().unwrap();
+    }
+    let geometry = fs.volume().geometry();
+    let image = memory.snapshot();
+    let is_used = |address: &u64| {
+        let mut bytes = vec![0; 4096];
+        image.read_at(*address * 4096, &mut bytes);
+        bytes.iter().any(|byte| *byte != 0)
+    };
+    let journal = geometry.journal..geometry.journal + geometry.journal_blocks;
+    let used = journal.clone().filter(is_used).count() as u64;
+    assert!(used > 4, "{used}");
+    // Of the last two, it is not known whether they are those of another transaction.
+    for address in journal.start..journal.start + used + 2 {
+        let recorder = Recorder::new(image.clone());
+        let faulty = Faulty::new(recorder.clone());
+        faulty.add(unreadable(address));
+        let device: Arc<dyn BlockDevice> = faulty.clone();
+        let Err(error) = open(&device) else { panic!("block {address}: mounted") };
+        let text = error.to_string();
+        assert!(text.contains(&format!("block {address}:")) && text.contains("fsck.gpunvme"), "{text}");
+        let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+        let mut fsck =
+            Fsck::open(Io::inline(device.clone()).unwrap(), options).unwrap_or_else(|error| panic!("{address}: {error}"));
+        let found = fsck.check(&mut |_, _, _| true).unwrap();
+        assert!(
+            found.list.iter().any(|finding| finding.to_string().contains(&address.to_string())),
+            "{address}: {:#?}",
+            found.list
+        );
+        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).unwrap_or_else(|error| panic!("{address}: {error}"));
+        assert_eq!(repaired.left.total(), 0, "{address}: {:#?}", repaired.left.list);
+        fsck.close(true).unwrap();
+        let covers = |event: &Event| match event {
+            Event::Write { offset, data, .. } => (*offset..offset + data.len() as u64).contains(&(address * 4096)),
+            _ => false,
+        };
+        assert!(recorder.log().events().iter().any(covers), "block {address} was not written anew");
+        faulty.clear();
+        let fs = open(&device).unwrap_or_else(|error| panic!("block {address}: {error}"));
+        assert_sound(&fs, "after a check");
+        let is_there = |name: &[u8]| fs.wait(|| fs.lookup(ROOT, name)).is_ok();
+        assert!(is_there(b"first") || !is_there(b"second"), "block {address}: a later transaction without the one before");
+        assert_eq!(is_there(b"second"), address >= journal.start + used, "block {address}");
+    }
 }
 
 /// A power cut can tear both an anchor and the transaction that was written meanwhile.

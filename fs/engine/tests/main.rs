@@ -11,6 +11,7 @@ mod discard;
 mod faults;
 mod fragments;
 mod fsck;
+mod full;
 mod hostile;
 mod limits;
 mod model;

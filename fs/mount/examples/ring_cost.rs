@@ -24,6 +24,7 @@ use gpunvme_engine::data::{self, Filesystem, system_time};
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_engine::{FormatOptions, format};
 use gpunvme_fs::front::{Devices, Log, Session, Settings, Workers};
+use gpunvme_programs::members::GrowError;
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -206,7 +207,7 @@ impl Log for NoLog {
 struct NoDevices;
 
 impl Devices for NoDevices {
-    fn look_again(&self) -> Result<Option<String>, String> {
+    fn look_again(&self) -> Result<Option<String>, GrowError> {
         Ok(None)
     }
 
@@ -214,8 +215,8 @@ impl Devices for NoDevices {
         Err("there are no others".into())
     }
 
-    fn add(&self, names: &[String]) -> Result<(), String> {
-        self.may_add(names)
+    fn add(&self, names: &[String]) -> Result<(), GrowError> {
+        Ok(self.may_add(names)?)
     }
 }
 

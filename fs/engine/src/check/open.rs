@@ -1,6 +1,7 @@
 //! The blocks with fixed places: superblock and copies, anchors, journal, state. A mount needs all
 //! of them; a check goes on with what is left of them, as long as one superblock can be read.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use gpunvme_blockdev::Io;
@@ -15,7 +16,7 @@ use super::finding::{Findings, Fix, Kind, Place};
 use super::walk::reason;
 use crate::error::FsError;
 use crate::volume::Volume;
-use crate::volume::io::{check_block, read_blocks, write_block};
+use crate::volume::io::{check_block, read_blocks, read_each, write_block};
 use crate::volume::journal::anchors::read_anchors;
 use crate::volume::journal::recovery::{self, Recovered, SEQUENCE_GAP};
 
@@ -154,13 +155,14 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
         Err(_) => {
             let what = "without an anchor, the transactions that belong together are taken from the journal itself";
             findings.add(Kind::Journal, Place::Journal, Fix::Elsewhere, || what.into());
-            let recovered = recover_latest(io, superblock, 1)?;
+            let found = transactions(io, superblock, findings)?;
+            let recovered = recover_latest(io, superblock, 1, &found)?;
             return Ok((recovered, false));
         }
     };
     let recovered = recovery::recover_from(io, superblock, &anchor)?;
     if let Some(error) = &recovered.stopped {
-        findings.add(Kind::Journal, Place::Journal, Fix::Elsewhere, || reason(error));
+        findings.add(Kind::Journal, Place::Journal, Fix::Elsewhere, || error.to_string());
     }
     let next = recovered.sequence - SEQUENCE_GAP;
     if anchor.clean && !damaged {
@@ -168,7 +170,8 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
     }
     // A commit begins when the one before is durable: what lies behind the end cannot be later
     // than it.
-    let later = recovery::transactions(io, superblock)?.range(next + 1..).count();
+    let found = transactions(io, superblock, findings)?;
+    let later = found.range(next + 1..).count();
     if later == 0 {
         return Ok((recovered, anchor.clean));
     }
@@ -176,18 +179,27 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
     findings.add(Kind::Journal, Place::Journal, Fix::Elsewhere, what);
     // With an anchor lost, the other one may be of a time long gone.
     if damaged {
-        return Ok((recover_latest(io, superblock, anchor.generation)?, false));
+        return Ok((recover_latest(io, superblock, anchor.generation, &found)?, false));
     }
     Ok((recovered, anchor.clean))
+}
+
+/// As [`recovery::transactions`]; blocks that the device cannot read are findings.
+fn transactions(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<BTreeMap<u64, u64>, FsError> {
+    recovery::transactions(io, superblock, |error| {
+        if let Corrupt::Field { address, .. } = error {
+            findings.add(Kind::Journal, Place::Block(address), Fix::Elsewhere, || reason(&error));
+        }
+        Ok(())
+    })
 }
 
 /// Reads the latest transactions that follow one another, as many as are whole. Those before the
 /// last checkpoint change nothing, where what they wrote is metadata still. Anchors that are
 /// written from now on follow on `generation`, so that one which is still there does not count
 /// more than they do.
-fn recover_latest(io: &Io, superblock: &Superblock, generation: u64) -> Result<Recovered, FsError> {
+fn recover_latest(io: &Io, superblock: &Superblock, generation: u64, found: &BTreeMap<u64, u64>) -> Result<Recovered, FsError> {
     let geometry = superblock.geometry();
-    let found = recovery::transactions(io, superblock)?;
     let mut chain: Option<Anchor> = None;
     for (sequence, position) in found.iter().rev() {
         if chain.is_some_and(|c| c.sequence != sequence + 1) {
@@ -225,7 +237,10 @@ fn is_metadata(io: &Io, superblock: &Superblock, recovered: &Recovered, address:
     let home = superblock.geometry().bitmap(number);
     let bitmap = match recovered.images.get(&home) {
         Some(block) => block.clone(),
-        None => read_blocks(io, home, 1)?.swap_remove(0),
+        None => match read_each(io, home, 1)?.swap_remove(0) {
+            Ok(block) => block,
+            Err(_) => return Ok(false),
+        },
     };
     let sound = bitmap.verify(BlockKind::Bitmap, home, &superblock.uuid).is_ok();
     Ok(sound && group::kind(&bitmap, at / gpunvme_layout::geometry::CHUNK_BLOCKS) == ChunkKind::Metadata)

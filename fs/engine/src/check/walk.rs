@@ -11,13 +11,10 @@ use rustc_hash::FxHashMap;
 
 use crate::error::FsError;
 use crate::volume::Volume;
-use crate::volume::io::read_scattered;
+use crate::volume::io::{UNREADABLE_MAX, read_scattered};
 
 /// Nodes that are read at once.
 const BATCH: usize = 256;
-/// Blocks that may be unreadable because of the device; with more than these, it is the device
-/// that has to be mended.
-const DEVICE_ERRORS_MAX: u64 = 100;
 
 /// Reads metadata blocks through the volume's cache, so that the journal's images count.
 pub(crate) struct Reader<'v> {
@@ -60,7 +57,7 @@ impl<'v> Reader<'v> {
                 for i in missing {
                     blocks[i] = Some(match read_scattered(self.volume.io(), &addresses[i..=i]) {
                         Ok(mut read) => check(addresses[i], read.swap_remove(0)),
-                        Err(error) if self.device_errors.fetch_add(1, Ordering::Relaxed) < DEVICE_ERRORS_MAX => {
+                        Err(error) if self.device_errors.fetch_add(1, Ordering::Relaxed) < UNREADABLE_MAX => {
                             Err(error.to_string())
                         }
                         Err(error) => return Err(error),

@@ -24,7 +24,7 @@ use super::filesystem::Filesystem;
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::epoch::Guard;
-use crate::volume::{Mapping, Stamp};
+use crate::volume::{Mapping, Promised, Splits, Stamp};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes of an edge that are copied at once.
@@ -59,8 +59,8 @@ struct Flight {
     /// Blocks of the file that it writes.
     direct: SmallVec<[Range<u64>; 1]>,
     placement: Placement,
-    /// Blocks promised for it.
-    promised: u64,
+    /// What was promised to it.
+    promised: Promised,
     /// Only content changes, where the file had blocks before.
     in_place: bool,
     /// First byte of the file beyond it; 0 if nothing of it goes direct.
@@ -183,14 +183,19 @@ impl Filesystem {
             state.buffer.mark_dirty(tail..tail + 1);
             return Err(Fail::Stall(Stall::File { ino }));
         }
-        let mut new = 0;
+        let (mut new, mut splits) = (0, Splits::default());
         for run in runs() {
-            new += run.end - run.start;
-            self.volume.each_mapping(ino, run.start, run.end, |mapping| new -= u64::from(mapping.extent.len))?;
+            let (mut holes, mut unwritten) = (run.end - run.start, 0);
+            self.volume.each_mapping(ino, run.start, run.end, |mapping| {
+                holes -= u64::from(mapping.extent.len);
+                unwritten += u64::from(mapping.extent.unwritten);
+            })?;
+            new += holes;
+            splits.add_write(holes, unwritten);
         }
         let guard = self.volume.epochs.enter();
-        self.volume.promise(new)?;
-        let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(new))?;
+        let promised = self.volume.promise(new, splits)?;
+        let placement = self.place(&mut state, ino, size, runs()).inspect_err(|_| self.volume.forget_promise(promised))?;
         let direct: SmallVec<[Range<u64>; 1]> = runs().collect();
         let number = state.begin_direct(&direct);
         let mut places = placement.runs().map(|p| Extent {
@@ -220,7 +225,7 @@ impl Filesystem {
         let in_place = placement.is_in_place() && end <= size;
         drop(state);
         let fs = self.clone();
-        let flight = Flight { number, fs, file, direct, placement, promised: new, in_place, end, guard: Some(guard) };
+        let flight = Flight { number, fs, file, direct, placement, promised, in_place, end, guard: Some(guard) };
         Ok(DirectWrite { plan, flight })
     }
 
@@ -313,11 +318,10 @@ impl Flight {
         loop {
             let mut state = self.file.state.lock();
             let stamp = Stamp { size: Some(self.end), changed: state.newer.changed };
-            if !self.fs.map_placement(self.file.ino, &mut self.placement, self.promised, &stamp)? {
+            if !self.fs.map_placement(self.file.ino, &mut self.placement, &mut self.promised, &stamp)? {
                 self.fs.let_others_in(state);
                 continue;
             }
-            self.promised = 0;
             state.newer.changed = None;
             // The last block may be another now.
             state.allocation.tail_is_zero = false;

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::file::FileState;
 use super::filesystem::Filesystem;
 use crate::error::Attempt;
-use crate::volume::{Mapping, PlacedRun, Run, Stamp};
+use crate::volume::{Mapping, PlacedRun, Promised, Run, Stamp};
 
 /// Blocks that a growing file reserves ahead, at least and at most: 8 MiB and 128 MiB.
 const PREALLOCATION: std::ops::RangeInclusive<u64> = 2048..=32768;
@@ -84,7 +84,13 @@ impl Filesystem {
     /// Maps the placed blocks, once their data is on the device, as far as one operation goes.
     /// Returns whether all are mapped. Only the placement records how far it came: the file's lock
     /// need not be held in between.
-    pub(super) fn map_placement(&self, ino: u64, placement: &mut Placement, promised: u64, stamp: &Stamp) -> Attempt<bool> {
+    pub(super) fn map_placement(
+        &self,
+        ino: u64,
+        placement: &mut Placement,
+        promised: &mut Promised,
+        stamp: &Stamp,
+    ) -> Attempt<bool> {
         if placement.mapped == 0 {
             // Those that change nothing go first, so that the rest is one slice.
             placement.targets.sort_by_key(|target| !target.in_place);

@@ -10,7 +10,7 @@ use super::file::{File, FileState, Truncation};
 use super::filesystem::Filesystem;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::extents::BLOCKS_PER_STEP;
-use crate::volume::{Attributes, Context, Stamp};
+use crate::volume::{Attributes, Context, Splits, Stamp};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
@@ -192,21 +192,22 @@ impl Filesystem {
                 None => None,
             };
             let want = (hole_end - at).min(BLOCKS_PER_STEP);
-            self.volume.wait(|| self.volume.promise(want))?;
+            let mut promised = self.wait(|| self.volume.promise(want, Splits { runs: 1, items: 1 }))?;
             let reserved = self.wait_for_space(|| self.volume.reserve(goal, want, 0));
-            let run = reserved.inspect_err(|_| self.volume.forget_promise(want))?;
+            let run = reserved.inspect_err(|_| self.volume.forget_promise(promised))?;
             let attach = || {
                 // A write that is about to map a part of the hole would take away what others find
                 // preallocated there meanwhile.
                 file.state.lock().has_no_direct(ino, at, at + run.len)?;
-                self.volume.map_unwritten(ino, at, run, want)
+                self.volume.map_unwritten(ino, at, run, &mut promised)
             };
-            match self.wait(attach) {
+            let attached = self.wait(attach);
+            self.volume.forget_promise(promised);
+            match attached {
                 Ok(true) => at += run.len,
                 // Another thread wrote there: looks again.
                 result => {
                     self.volume.unreserve(run);
-                    self.volume.forget_promise(want);
                     result?;
                 }
             }

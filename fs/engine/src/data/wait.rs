@@ -20,6 +20,10 @@ impl Filesystem {
                 Ok(result) => return Ok(result),
                 Err(Fail::Error(error)) => return Err(error),
                 Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
+                Err(Fail::Stall(Stall::Nodes)) => {
+                    self.release_all_ahead();
+                    self.flush_all()?;
+                }
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
                 Err(Fail::Stall(Stall::InFlight { ino })) => {

@@ -9,13 +9,14 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{FileType, Geometry, Timestamp};
 use smallvec::SmallVec;
 
-use super::file::{File, FileState, Truncation};
+use super::file::{File, FileState, NodesPromised, Truncation};
 use super::filesystem::Filesystem;
 use super::page_map::{BufferedPages, Entry, without};
 use super::pages::Pages;
 use super::quiesce::Quiesced;
 use super::write_back::BATCH_PAGES;
 use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::{Promised, Splits};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
@@ -38,7 +39,8 @@ impl Filesystem {
     /// the writing process, then calls [`Filesystem::write_behind`].
     ///
     /// # Errors
-    /// [`FsError::NoSpace`] here and not later: a block is promised to each byte that is taken.
+    /// [`FsError::NoSpace`] here and not later: blocks are promised to what is taken, and nodes to
+    /// its extents.
     pub fn write(self: &Arc<Self>, ino: u64, offset: u64, data: &[u8], now: Timestamp) -> Attempt<()> {
         self.write_as(Writer::Kernel, ino, offset, data, now).map(drop)
     }
@@ -119,8 +121,14 @@ impl Filesystem {
             }
         }
         let blocks = first..last + 1;
-        let mut mapped: SmallVec<[Range<u64>; 2]> = SmallVec::new();
-        self.volume.each_mapping(ino, first, last + 1, |mapping| mapped.push(mapping.offset..mapping.end()))?;
+        let (mut mapped, mut unwritten) = (SmallVec::<[Range<u64>; 2]>::new(), 0);
+        self.volume.each_mapping(ino, first, last + 1, |mapping| {
+            let mapping_blocks = mapping.offset..mapping.end();
+            // What is dirty already had its promise.
+            let is_new = || !state.buffer.is_all_dirty(mapping_blocks.clone());
+            unwritten += u64::from(mapping.extent.unwritten && is_new());
+            mapped.push(mapping_blocks);
+        })?;
         let mut unpromised: SmallVec<[Range<u64>; 2]> = SmallVec::new();
         for hole in without(blocks.clone(), mapped.into_iter()) {
             let promised = state.buffer.pages.overlapping(hole.clone()).filter(|(_, entry)| entry.promised).map(|(held, _)| held);
@@ -128,7 +136,13 @@ impl Filesystem {
         }
         let missing = state.buffer.pages.gaps(blocks.clone());
         let mut memory = self.pages.take(blocks_of(&missing) as usize).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
-        self.volume.promise(blocks_of(&unpromised))?;
+        let mut splits = Splits::default();
+        splits.add_write(blocks_of(&unpromised), unwritten);
+        if state.buffer.nodes.end.is_some_and(|end| blocks.contains(&end)) {
+            // It goes on where an earlier one ended.
+            splits.runs = 0;
+        }
+        let promised = self.volume.promise(blocks_of(&unpromised), splits)?;
 
         // From here on nothing fails: the pages are ours, and copying inside them is within
         // bounds.
@@ -161,6 +175,10 @@ impl Filesystem {
         }
         for hole in unpromised {
             state.buffer.promised += state.buffer.pages.change(hole, |entry| !entry.promised, |entry| entry.promised = true);
+        }
+        if promised.parts > 0 {
+            state.buffer.nodes.parts += promised.parts;
+            state.buffer.nodes.end = Some(blocks.end);
         }
         state.buffer.mark_dirty(blocks);
         if let Some(tail) = gap {
@@ -279,7 +297,8 @@ impl Filesystem {
         }
         state.buffer.promised -= promised;
         state.buffer.content_changes(from..u64::MAX);
-        self.volume.forget_promise(promised);
+        let nodes = if state.buffer.dirty == 0 { std::mem::take(&mut state.buffer.nodes) } else { NodesPromised::default() };
+        self.volume.forget_promise(Promised { blocks: promised, parts: nodes.parts });
     }
 
     /// Begins writing a file back if enough of it is in memory for that, or too much of all files;

@@ -11,14 +11,14 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
-use super::file::{File, FileState};
+use super::file::{File, FileState, NodesPromised};
 use super::filesystem::Filesystem;
 use super::page_map::{Entry, without};
 use super::pages::{Pages, push_span};
 use super::place::Placement;
 use crate::error::{Attempt, Fail, FsError};
-use crate::volume::Stamp;
 use crate::volume::epoch::Guard;
+use crate::volume::{Promised, Stamp};
 
 /// Pages that are worth a batch of their own: 2 MiB, a chunk.
 pub(super) const BATCH_PAGES: u64 = 512;
@@ -103,6 +103,8 @@ impl Filesystem {
             batch.pages.push((part.start, pages));
         }
         state.buffer.promised -= batch.promised;
+        let nodes = if state.buffer.dirty == 0 { std::mem::take(&mut state.buffer.nodes) } else { NodesPromised::default() };
+        state.in_flight.nodes.begin(number, nodes.parts);
         Ok(Some((requests(&batch), batch)))
     }
 
@@ -128,7 +130,13 @@ impl Filesystem {
         loop {
             let mut state = file.state.lock();
             let stamp = Stamp { size: state.newer.size.map(|size| size.min(batch.end)), changed: state.newer.changed };
-            if !self.map_placement(file.ino, &mut batch.placed, batch.promised, &stamp)? {
+            let parts = state.in_flight.nodes.parts() + state.buffer.nodes.parts;
+            let mut promised = Promised { blocks: batch.promised, parts };
+            let mapped = self.map_placement(file.ino, &mut batch.placed, &mut promised, &stamp);
+            batch.promised = promised.blocks;
+            let missing = state.in_flight.nodes.redeem(parts - promised.parts);
+            state.buffer.nodes.parts -= missing;
+            if !mapped? {
                 self.let_others_in(state);
                 continue;
             }
@@ -151,7 +159,7 @@ impl Filesystem {
     fn lost(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch, error: FsError) {
         tracing::error!(ino = file.ino, %error, "data could not be written back and is lost");
         self.unplace(&mut batch.placed);
-        self.volume.forget_promise(batch.promised);
+        self.volume.forget_promise(Promised { blocks: batch.promised, parts: 0 });
         let mut state = file.state.lock();
         // Noted also when the file is not open: a caller that syncs it later, or replaces another
         // file by it, has to know.
@@ -188,8 +196,10 @@ impl Filesystem {
             }
         }
         state.in_flight.writes.end(batch.number);
+        let parts = state.in_flight.nodes.end(batch.number);
         state.buffer.last = last;
         drop(state);
+        self.volume.forget_promise(Promised { blocks: 0, parts });
         file.landed.notify_all();
     }
 

@@ -167,8 +167,10 @@ pub(crate) fn convert(op: &mut Op, ino: u64, from: u64, to: u64, unwritten: bool
     let mut step = step_over(&found, to);
     for whole in found.iter().filter(|m| m.extent.unwritten != unwritten) {
         let cut = whole.clip(from, to);
-        take_out(op, ino, whole, &cut)?;
+        // In the order of the keys: a leaf that grows at its end stays full.
+        end_before(op, ino, whole, &cut)?;
         insert(op, ino, Mapping { extent: Extent { unwritten, ..cut.extent }, ..cut })?;
+        begin_behind(op, ino, whole, &cut)?;
         step.blocks += u64::from(cut.extent.len);
     }
     Ok(step)
@@ -182,12 +184,23 @@ fn step_over(found: &[Mapping], to: u64) -> Step {
 
 /// Takes the part `cut` out of the extent `whole`; what is left and right of it stays.
 pub(crate) fn take_out(op: &mut Op, ino: u64, whole: &Mapping, cut: &Mapping) -> Attempt<()> {
+    end_before(op, ino, whole, cut)?;
+    begin_behind(op, ino, whole, cut)
+}
+
+/// Leaves of an extent what is left of a part of it.
+fn end_before(op: &mut Op, ino: u64, whole: &Mapping, cut: &Mapping) -> Attempt<()> {
     if whole.offset < cut.offset {
         let left = whole.clip(whole.offset, cut.offset);
         tree::put(op, Key::new(ino, Kind::Extent, left.offset), &left.extent.encode())?;
     } else {
         tree::remove(op, Key::new(ino, Kind::Extent, whole.offset))?;
     }
+    Ok(())
+}
+
+/// Maps what is right of a part of an extent.
+fn begin_behind(op: &mut Op, ino: u64, whole: &Mapping, cut: &Mapping) -> Attempt<()> {
     if cut.end() < whole.end() {
         let right = whole.clip(cut.end(), whole.end());
         tree::put(op, Key::new(ino, Kind::Extent, right.offset), &right.extent.encode())?;

@@ -25,7 +25,8 @@ impl Volume {
     ///
     /// # Errors
     /// [`FsError::CannotGrow`] says why; [`FsError::ReadOnly`], [`FsError::Taken`], and errors of
-    /// the device: the volume has the old size then, or gets the new one at the next mount.
+    /// the device: the volume has the old size then, or gets the new one at the next mount. It is
+    /// read-only from then on where a write of the device failed.
     pub fn grow(&self) -> Result<[u64; 2], FsError> {
         let _one_at_a_time = self.growth.lock();
         self.writable()?;
@@ -75,16 +76,17 @@ impl Volume {
         })
     }
 
-    /// Writes the last region, and the superblocks that name it.
+    /// Writes the last region, and the superblocks that name it. After a write that may not be
+    /// durable nobody knows what else is not: the volume stops.
     fn add_region(&self, new: &Geometry) -> Result<(), FsError> {
         let region = new.regions().last().expect("it has grown");
         for (address, groups) in region.descriptor_blocks() {
             let mut block = group::new_descriptors(new, address, groups, &self.superblock.uuid);
             block.seal(0);
-            write_block(&self.io, &block, address)?;
+            write_block(&self.io, &block, address).map_err(|error| self.fail(error))?;
         }
         if self.device().geometry().volatile_cache {
-            self.io.run(vec![Request::flush()])?;
+            self.io.run(vec![Request::flush()]).map_err(|error| self.fail(error.into()))?;
         }
         // Nothing writes an anchor meanwhile, nor takes the new superblock for another's.
         let mut anchors = self.lock(&self.anchors);
@@ -97,13 +99,9 @@ impl Volume {
         let ends: Vec<u64> = new.regions().skip(1).map(|region| region.end).collect();
         let grown = Superblock::grown(&first, &ends);
         for address in new.superblocks().into_iter().rev() {
-            let written = write_block(&self.io, &grown.moved_to(address), address);
-            // Of a write that failed, anything may be there.
-            if address == Superblock::ADDRESS {
-                anchors.know_superblock(written.is_ok().then(|| grown.clone()));
-            }
-            written?;
+            write_block(&self.io, &grown.moved_to(address), address).map_err(|error| self.fail(error))?;
         }
+        anchors.know_superblock(grown);
         Ok(())
     }
 }

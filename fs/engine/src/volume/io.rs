@@ -8,6 +8,10 @@ use gpunvme_layout::{Block, BlockKind, Corrupt, Geometry, Superblock, Uuid, grou
 
 use crate::error::FsError;
 
+/// Blocks that may be unreadable because of the device; with more than these, it is the device
+/// that has to be mended.
+pub(crate) const UNREADABLE_MAX: u64 = 100;
+
 /// Reads the superblock: the first copy, or another when that is damaged.
 pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
     let device_blocks = io.device().geometry().len.get() / BLOCK_SIZE as u64;
@@ -66,6 +70,27 @@ pub(crate) fn read_blocks(io: &Io, address: u64, count: u64) -> Result<Vec<Block
     let region = Region::allocate(len)?;
     io.run(vec![Request::read(Geometry::byte(address), vec![Span { region: region.clone(), offset: 0, len }])])?;
     copy_out(&region, count as usize)
+}
+
+/// As [`read_blocks`], but blocks that the device cannot read are as good as damaged ones. Of a
+/// device that cannot read many it is an error.
+pub(crate) fn read_each(io: &Io, address: u64, count: u64) -> Result<Vec<Result<Block, Corrupt>>, FsError> {
+    match read_blocks(io, address, count) {
+        Err(FsError::Device(_)) => {}
+        read => return Ok(read?.into_iter().map(Ok).collect()),
+    }
+    // Which one it is shows when each is read alone.
+    let mut unreadable = 0;
+    let mut read = |address| match read_blocks(io, address, 1) {
+        Ok(mut block) => Ok(Ok(block.swap_remove(0))),
+        Err(FsError::Device(error)) if unreadable < UNREADABLE_MAX => {
+            tracing::warn!(block = address, %error, "a block of metadata cannot be read");
+            unreadable += 1;
+            Ok(Err(Corrupt::Field { address, what: "the device cannot read it" }))
+        }
+        Err(error) => Err(error),
+    };
+    (address..address + count).map(&mut read).collect()
 }
 
 fn copy_out(region: &Region, count: usize) -> Result<Vec<Block>, FsError> {

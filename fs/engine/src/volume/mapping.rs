@@ -15,6 +15,7 @@ use super::io::blocks_of;
 use super::op::Op;
 use super::open::{Context, Volume};
 use super::orphan;
+use super::promised::Promised;
 use super::run::Run;
 use super::undo::OP_BLOCKS_MAX;
 use crate::error::{Attempt, FsError};
@@ -98,16 +99,17 @@ impl Volume {
     }
 
     /// Maps data that is on the device: as many blocks of the placed as one operation can take,
-    /// from the first on. With the last of them it redeems `promised` blocks and applies the
-    /// stamp. Returns how many blocks it mapped.
+    /// from the first on. It redeems the promised nodes that it needs, and with the last blocks the
+    /// promised blocks; and applies the stamp. Returns how many blocks it mapped.
     pub(crate) fn map_placed(
         &self,
         ino: u64,
         placed: impl Iterator<Item = PlacedRun>,
-        promised: u64,
+        promised: &mut Promised,
         stamp: &Stamp,
     ) -> Attempt<u64> {
         let mut op = self.begin()?;
+        op.promised_parts = promised.parts;
         let mut inode = regular(&op, ino)?;
         let (mut mapped, mut extents, mut reached) = (0, 0, 0);
         for mut placed_run in placed {
@@ -117,6 +119,7 @@ impl Volume {
                     // mapped.
                     inode.size = inode.size.max(stamp.size.unwrap_or(0).min(reached * BLOCK_SIZE as u64));
                     inode::store(&mut op, ino, &inode)?;
+                    promised.parts -= op.redeemed_parts();
                     op.finish();
                     return Ok(mapped);
                 }
@@ -129,7 +132,8 @@ impl Volume {
         }
         stamp.apply(&mut inode);
         inode::store(&mut op, ino, &inode)?;
-        op.redeemed = promised;
+        promised.parts -= op.redeemed_parts();
+        op.redeemed = std::mem::take(&mut promised.blocks);
         op.finish();
         Ok(mapped)
     }
@@ -166,6 +170,7 @@ impl Volume {
         inode.blocks = inode.blocks.saturating_sub(step.blocks);
         inode::content_changed(&mut inode, context.now);
         inode::store(&mut op, ino, &inode)?;
+        op.leaves_room()?;
         op.finish();
         Ok(step.next)
     }
@@ -177,14 +182,16 @@ impl Volume {
         regular(&op, ino)?;
         let step = extents::convert(&mut op, ino, from, to, true)?;
         inode::change(&mut op, ino, |inode| inode::content_changed(inode, context.now))?;
+        op.leaves_room()?;
         op.finish();
         Ok(step.next)
     }
 
-    /// Maps reserved blocks as preallocated ones, and redeems `promised`. Returns false, and
+    /// Maps reserved blocks as preallocated ones, and redeems the promised ones. Returns false, and
     /// changes nothing, when another operation has mapped a part of the range in the meantime.
-    pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: u64) -> Attempt<bool> {
+    pub(crate) fn map_unwritten(&self, ino: u64, offset: u64, run: Run, promised: &mut Promised) -> Attempt<bool> {
         let mut op = self.begin()?;
+        op.promised_parts = promised.parts;
         regular(&op, ino)?;
         if !extents::mappings(&op, ino, offset, offset + run.len, 1)?.is_empty() {
             return Ok(false);
@@ -193,7 +200,8 @@ impl Volume {
         let extent = Extent { block: run.start, len: run.len as u32, unwritten: true, device: 0 };
         extents::insert(&mut op, ino, Mapping { offset, extent })?;
         inode::change(&mut op, ino, |inode| inode.blocks += run.len)?;
-        op.redeemed = promised;
+        promised.parts -= op.redeemed_parts();
+        op.redeemed = std::mem::take(&mut promised.blocks);
         op.finish();
         Ok(true)
     }
@@ -260,17 +268,19 @@ mod tests {
         }
     }
 
-    fn new_file(volume: &Volume) -> u64 {
+    fn new_file(volume: &Volume, name: &[u8]) -> u64 {
         let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
         let new = crate::volume::NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
-        volume.wait(|| volume.create(&context, 1, b"file", &new)).unwrap().0.ino
+        volume.wait(|| volume.create(&context, 1, name, &new)).unwrap().0.ino
     }
 
     /// Maps pieces to the last, and returns how many operations that took.
     fn map_all(volume: &Volume, ino: u64, pieces: &[PlacedRun]) -> usize {
         let mut left = pieces.to_vec();
         for operations in 1.. {
-            let mut mapped = volume.wait(|| volume.map_placed(ino, left.iter().copied(), 0, &Stamp::default())).unwrap();
+            let mut mapped = volume
+                .wait(|| volume.map_placed(ino, left.iter().copied(), &mut Promised::default(), &Stamp::default()))
+                .unwrap();
             while let Some(first) = left.first_mut().filter(|_| mapped > 0) {
                 let blocks = mapped.min(first.run.len);
                 first.skip(blocks);
@@ -287,14 +297,34 @@ mod tests {
     }
 
     #[test]
+    fn extents_that_come_in_descending_order_behind_a_full_leaf_share_leaves() {
+        let volume = volume(256 << 20);
+        let free_nodes = || volume.wait(|| volume.begin()?.free_nodes()).unwrap();
+        let all = free_nodes();
+        // One of the files has filled its leaf when the order turns.
+        for first in 0..120u64 {
+            let ino = new_file(&volume, first.to_string().as_bytes());
+            let map = |offset: u64| {
+                let run = volume.wait(|| volume.reserve(None, 1, 0)).unwrap();
+                map_all(&volume, ino, &[PlacedRun { offset, run, reserved: true }]);
+            };
+            (0..first).for_each(|number| map(2 * number));
+            let before = free_nodes();
+            (0..100).rev().for_each(|number| map(10_000 + 2 * number));
+            let taken = before.saturating_sub(free_nodes());
+            assert!(taken < 5, "{taken} nodes of {all} after {first} extents");
+        }
+    }
+
+    #[test]
     fn mapping_a_long_piece_over_many_extents_takes_operations_that_are_each_bounded() {
         const PIECES: u64 = 60_000;
         let volume = volume(1 << 30);
-        let ino = new_file(&volume);
+        let ino = new_file(&volume, b"file");
         let (mut long, mut at) = (Vec::new(), 0);
         while at < 2 * PIECES {
             let run = volume.wait(|| volume.reserve(None, 2 * PIECES - at, 0)).unwrap();
-            assert!(volume.wait(|| volume.map_unwritten(ino, at, run, 0)).unwrap());
+            assert!(volume.wait(|| volume.map_unwritten(ino, at, run, &mut Promised::default())).unwrap());
             long.push(PlacedRun { offset: at, run, reserved: false });
             at += run.len;
         }

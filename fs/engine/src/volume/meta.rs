@@ -9,6 +9,8 @@ use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 use super::busy::Busy;
 use super::cache::Cache;
 use super::place::Place;
+use super::promised::Promised;
+use super::reserved::ReservedChunks;
 use super::run::Run;
 use super::versions::Versions;
 use crate::error::{Attempt, Fail, Stall};
@@ -41,8 +43,11 @@ pub(crate) struct Meta {
     /// Busy blocks that will be free: those that were freed and may not be reused yet, by
     /// themselves; those that growing files have reserved ahead, when the files are asked for them.
     pub pending: u64,
-    /// Blocks promised to data that waits in memory for its place on the device.
-    pub promised: u64,
+    /// The chunks with blocks that are busy because data is on its way to them.
+    pub reserved: ReservedChunks,
+    /// What is promised to data that waits in memory or is on its way: blocks, until the data has a
+    /// place and is mapped; nodes for its mapping.
+    pub promised: Promised,
     /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
     pub emptied: Vec<(u64, u64)>,
     /// Free nodes in all chunks of metadata, once they were counted.
@@ -90,7 +95,8 @@ impl Meta {
             freed: Vec::new(),
             busy: Busy::default(),
             pending: 0,
-            promised: 0,
+            reserved: ReservedChunks::default(),
+            promised: Promised::default(),
             emptied: Vec::new(),
             free_nodes: None,
             hints: Hints::default(),

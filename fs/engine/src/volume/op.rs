@@ -11,6 +11,7 @@ use parking_lot::RwLockWriteGuard;
 use super::cache::Entry;
 use super::meta::{Blocks, Hints, Meta};
 use super::place::Place;
+use super::promised::{NODE_PARTS, Promised};
 use super::run::Run;
 use super::undo::{Change, Changes, OP_BLOCKS_MAX};
 use crate::error::{Attempt, Fail, FsError, Stall};
@@ -32,8 +33,12 @@ pub(crate) struct Op<'a> {
     pub emptied: Vec<u64>,
     /// Nodes that the operation freed in all; those that it took count against them.
     nodes_freed: i64,
+    /// Nodes that the operation took for the tree, less those that it gave back.
+    pub nodes_taken: i64,
     /// Promised blocks that the operation redeems.
     pub redeemed: u64,
+    /// Promised nodes that the operation may redeem, in parts, as far as it took some.
+    pub promised_parts: u64,
     finished: bool,
 }
 
@@ -76,7 +81,9 @@ impl<'a> Op<'a> {
             claimed: Vec::new(),
             emptied: Vec::new(),
             nodes_freed: 0,
+            nodes_taken: 0,
             redeemed: 0,
+            promised_parts: 0,
             finished: false,
         })
     }
@@ -174,6 +181,11 @@ impl<'a> Op<'a> {
         self.places = Cell::default();
     }
 
+    /// Promised nodes that the operation redeems, in parts.
+    pub fn redeemed_parts(&self) -> u64 {
+        (self.nodes_taken.max(0) as u64 * NODE_PARTS).min(self.promised_parts)
+    }
+
     /// Makes the changes part of the running transaction, and returns its sequence.
     pub fn finish(mut self) -> u64 {
         if self.meta.state != self.state {
@@ -181,13 +193,16 @@ impl<'a> Op<'a> {
         }
         for run in std::mem::take(&mut self.claimed) {
             self.meta.busy.remove(run);
+            self.meta.reserved.remove(run, true);
         }
         for run in std::mem::take(&mut self.freed) {
             self.meta.busy.insert(run);
             self.meta.pending += run.len;
+            self.meta.note_freed(run);
             self.meta.freed.push(run);
         }
-        self.meta.promised -= self.redeemed;
+        let redeemed = Promised { blocks: self.redeemed, parts: self.redeemed_parts() };
+        self.meta.promised.forget(redeemed);
         let sequence = self.meta.sequence;
         for chunk in std::mem::take(&mut self.emptied) {
             self.meta.emptied.push((chunk, sequence));

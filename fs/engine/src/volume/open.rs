@@ -223,7 +223,7 @@ impl Volume {
     /// Counters of the volume.
     pub fn usage(&self) -> Usage {
         let meta = self.meta.read();
-        let free = meta.state.free_blocks.saturating_sub(meta.promised);
+        let free = meta.state.free_blocks.saturating_sub(meta.promised.blocks);
         Usage { blocks: meta.geometry.data_blocks(), free, available: meta.available(), inodes: meta.state.inodes }
     }
 
@@ -292,7 +292,12 @@ impl Volume {
                 }
                 self.give_back()?;
             }
-            Stall::Memory | Stall::Page { .. } | Stall::File { .. } | Stall::InFlight { .. } | Stall::Quiesced { .. } => {
+            Stall::Memory
+            | Stall::Nodes
+            | Stall::Page { .. }
+            | Stall::File { .. }
+            | Stall::InFlight { .. }
+            | Stall::Quiesced { .. } => {
                 unreachable!("only operations on data stall so")
             }
         }
@@ -371,6 +376,11 @@ impl Volume {
             Some(taken @ FsError::Taken { .. }) => Err(taken.clone()),
             _ => Ok(()),
         }
+    }
+
+    /// Stops all writing: a device of the volume failed to make durable what was written to it.
+    pub fn stop(&self, error: FsError) {
+        self.fail(error);
     }
 
     /// Stops all writing after a failure that leaves memory and device apart.

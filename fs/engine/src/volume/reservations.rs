@@ -2,29 +2,28 @@
 //! device holds no record of them: a crash forgets them.
 
 use super::open::Volume;
+use super::promised::{Promised, Splits};
 use super::run::Run;
 use crate::error::Attempt;
 
 impl Volume {
-    /// Keeps `blocks` blocks free for data that waits in memory. Freed blocks that cannot be
-    /// reused yet count as free: they can when the data needs them.
-    pub(crate) fn promise(&self, blocks: u64) -> Attempt<()> {
+    /// Keeps `blocks` blocks free for data that waits in memory, and nodes for its mapping. Freed
+    /// blocks that cannot be reused yet count as free: they can when the data needs them.
+    ///
+    /// # Errors
+    /// As [`Meta::promise`](super::meta::Meta::promise).
+    pub(crate) fn promise(&self, blocks: u64, splits: Splits) -> Attempt<Promised> {
         self.writable()?;
-        if blocks == 0 {
-            return Ok(());
+        if (blocks, splits) == (0, Splits::default()) {
+            return Ok(Promised::default());
         }
-        let mut meta = self.meta.write();
-        if meta.available() < blocks {
-            return Err(meta.no_chunk());
-        }
-        meta.promised += blocks;
-        Ok(())
+        self.meta.write().promise(blocks, splits)
     }
 
     /// Takes a promise back.
-    pub(crate) fn forget_promise(&self, blocks: u64) {
-        if blocks > 0 {
-            self.meta.write().promised -= blocks;
+    pub(crate) fn forget_promise(&self, promised: Promised) {
+        if promised != Promised::default() {
+            self.meta.write().promised.forget(promised);
         }
     }
 

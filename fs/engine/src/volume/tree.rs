@@ -206,6 +206,9 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
     let count = node::count(block);
     let at = if slot == count { count } else { node::middle(block) };
     let path = path(op, key)?;
+    if slot == count && insert_behind(op, &path, key, value)? {
+        return Ok(true);
+    }
     let mut right = new_node(op, 0)?;
     let left = op.block_mut(address, BlockKind::Node)?;
     node::split(left, at, &mut right);
@@ -217,6 +220,28 @@ pub(crate) fn insert(op: &mut Op, key: Key, value: &[u8]) -> Attempt<bool> {
     let (first, address) = (node::key(&right, 0), right.address());
     op.create(right)?;
     add_child(op, path, first, address)?;
+    Ok(true)
+}
+
+/// Puts an item that is to follow a full leaf into the next leaf under the same parent, where that
+/// is in memory, has room, and begins with a later item of the same kind: items that come in
+/// descending order would get a leaf each. Returns whether it did.
+fn insert_behind(op: &mut Op, path: &[(u64, usize)], key: Key, value: &[u8]) -> Attempt<bool> {
+    let Some(&(parent, slot)) = path.last() else { return Ok(false) };
+    let inner = op.block(parent, BlockKind::Node)?;
+    if slot + 1 >= node::count(inner) {
+        return Ok(false);
+    }
+    let next = node::child(inner, slot + 1);
+    match load(op, next, 0) {
+        Ok(leaf) if node::leaf_fits(leaf, value.len()) && node::key(leaf, 0).words().0 == key.words().0 => {}
+        // It is not worth waiting for.
+        Ok(_) | Err(Fail::Stall(_)) => return Ok(false),
+        Err(error) => return Err(error),
+    }
+    node::set_key(op.block_mut(parent, BlockKind::Node)?, slot + 1, key);
+    op.leaf_insert(next, 0, key, value)?;
+    op.forget_places();
     Ok(true)
 }
 

@@ -10,6 +10,7 @@ use gpunvme_engine::check::{CheckOptions, Fsck};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{BLOCK_SIZE, Member, SetPlace, Striping, Timestamp};
+use gpunvme_programs::members::GrowError;
 use gpunvme_programs::{members, wipe};
 
 use super::{MODES, UNIT, survives};
@@ -100,9 +101,9 @@ fn grow(recorder: &Arc<Recorder>, device: &Arc<dyn BlockDevice>, fs: &Filesystem
         let last = devices(recorder, members, BYTES / members).pop().expect("there are some").1;
         // It may have begun to be a member when the power failed.
         wipe::wipe(&last).map_err(|error| error.to_string())?;
-        members::add(device, &[last])?;
+        members::add(device, &[last]).map_err(|error| error.to_string())?;
     } else {
-        members::grow(device)?;
+        members::grow(device).map_err(|error| error.to_string())?;
     }
     fs.volume().grow().map(|_| ()).map_err(|error| error.to_string())
 }
@@ -223,7 +224,7 @@ fn first_superblock() -> Rule {
 #[test]
 fn a_device_that_fails_while_it_is_added_is_none_of_the_volume() {
     let (recorder, volume, added) = two_of_three(|number| (number == 2).then(first_superblock));
-    let why = members::add(&volume, &[added]).unwrap_err();
+    let why = members::add(&volume, &[added]).unwrap_err().to_string();
     assert!(why.contains("member 3") && !why.contains("at the next mount"), "{why}");
     assert_eq!(volume.members().len(), 2);
     drop(volume);
@@ -245,10 +246,22 @@ fn a_device_that_fails_while_it_is_added_is_none_of_the_volume() {
 #[test]
 fn a_device_that_may_have_become_a_member_is_said_to_be_kept() {
     let (recorder, volume, added) = two_of_three(|number| (number == 1).then(first_superblock));
-    let why = members::add(&volume, &[added]).unwrap_err();
+    let why = members::add(&volume, &[added]).unwrap_err().to_string();
     assert!(why.contains("member 2") && why.contains("member 3 may be the volume's at the next mount"), "{why}");
     drop(volume);
     let slot = (48 << 20) / 3;
     let volume = members::assemble(devices(&recorder, 3, slot), OpenMode::ReadWrite).expect("it is");
     assert_eq!(volume.members().len(), 3);
+}
+
+/// What was written to a member before its flush failed may be lost; on a device that is added
+/// there is nothing of the volume.
+#[test]
+fn a_failed_flush_of_a_member_is_told_apart_from_one_of_a_device_that_is_added() {
+    for broken in 0..3 {
+        let (_, volume, added) = two_of_three(|number| (number == broken).then(|| Rule::fail(On::Flush, 5).once()));
+        let failed = members::add(&volume, &[added]).unwrap_err();
+        assert_eq!(matches!(failed, GrowError::NotDurable(_)), broken < 2, "{failed}");
+        assert!(failed.to_string().contains(&format!("member {}", broken + 1)), "{failed}");
+    }
 }

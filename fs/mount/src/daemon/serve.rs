@@ -20,7 +20,7 @@ use gpunvme_engine::data::{self, Filesystem};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_programs::claim::reason;
-use gpunvme_programs::members::{self, ClaimedBy};
+use gpunvme_programs::members::{self, ClaimedBy, GrowError};
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -30,7 +30,7 @@ const COMPLETION_THREADS: usize = 8;
 struct Devices(Mutex<Arc<dyn BlockDevice>>);
 
 impl front::Devices for Devices {
-    fn look_again(&self) -> Result<Option<String>, String> {
+    fn look_again(&self) -> Result<Option<String>, GrowError> {
         members::grow(&self.0.lock())
     }
 
@@ -39,7 +39,7 @@ impl front::Devices for Devices {
         members::may_add(&device, &claim_all(names)?)
     }
 
-    fn add(&self, names: &[String]) -> Result<(), String> {
+    fn add(&self, names: &[String]) -> Result<(), GrowError> {
         let device = self.0.lock();
         members::add(&device, &claim_all(names)?)?;
         tracing::info!("{} is part of the volume now", names.join(", "));

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use gpunvme_programs::members::GrowError;
+
 /// Which events are logged.
 pub trait Log: Send + Sync + std::fmt::Debug {
     /// Has a filter hold from now on, if one is given. Returns the one that held before; none where
@@ -16,8 +18,8 @@ pub trait Devices: Send + Sync + std::fmt::Debug {
     /// Returns why that is nothing, where it is and there is more to say than that.
     ///
     /// # Errors
-    /// A text with the name of the device that failed, or is too small.
-    fn look_again(&self) -> Result<Option<String>, String>;
+    /// A device failed, or is too small.
+    fn look_again(&self) -> Result<Option<String>, GrowError>;
 
     /// Whether the volume can have these as well, which are claimed and let go of.
     ///
@@ -29,8 +31,8 @@ pub trait Devices: Send + Sync + std::fmt::Debug {
     /// it goes on without them.
     ///
     /// # Errors
-    /// A text with the name of the device that failed, or cannot be the volume's.
-    fn add(&self, names: &[String]) -> Result<(), String>;
+    /// A device failed, or cannot be the volume's.
+    fn add(&self, names: &[String]) -> Result<(), GrowError>;
 }
 
 /// Settings of a served filesystem.

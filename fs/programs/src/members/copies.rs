@@ -7,7 +7,7 @@
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use gpunvme_blockdev::{BlockDevice, Io, Region, Request};
+use gpunvme_blockdev::{BlockDevice, Error, Io, Region, Request};
 use gpunvme_layout::geometry::SUPERBLOCK;
 use gpunvme_layout::member::Generation;
 use gpunvme_layout::{BLOCK_SIZE, Block, Corrupt, Geometry, Member, Superblock};
@@ -112,26 +112,42 @@ pub(super) fn blocks_of(device: &Arc<dyn BlockDevice>) -> u64 {
     device.geometry().len.get() / BLOCK_SIZE as u64
 }
 
+/// Why a member's superblock is not on the device.
+pub(super) enum WriteFailed<'a> {
+    /// It could not be written.
+    Write(Error),
+    /// This device failed to make it durable, and with it perhaps what was written before.
+    Flush(&'a Arc<dyn BlockDevice>, Error),
+}
+
+impl WriteFailed<'_> {
+    /// A text with the device's name.
+    pub fn into_text(self) -> String {
+        let (WriteFailed::Write(error) | WriteFailed::Flush(_, error)) = self;
+        error.to_string()
+    }
+}
+
 /// Writes the superblocks of members, durably: with `copy` 0 those in their first blocks, with 1
 /// those in their last.
 ///
 /// # Errors
-/// A text with the device's name: it failed.
+/// A device failed.
 pub(super) fn write_all<'a>(
-    members: impl Iterator<Item = (&'a Arc<dyn BlockDevice>, &'a Member)>,
+    mut members: impl Iterator<Item = (&'a Arc<dyn BlockDevice>, &'a Member)>,
     copy: usize,
-) -> Result<(), String> {
-    for (device, member) in members {
-        write(device, member, copy).map_err(|error| error.to_string())?;
-    }
-    Ok(())
+) -> Result<(), WriteFailed<'a>> {
+    members.try_for_each(|(device, member)| {
+        let io = write(device, member, copy).map_err(WriteFailed::Write)?;
+        io.run([Request::flush()]).map_err(|error| WriteFailed::Flush(device, error))
+    })
 }
 
-fn write(device: &Arc<dyn BlockDevice>, member: &Member, copy: usize) -> gpunvme_blockdev::Result<()> {
+fn write(device: &Arc<dyn BlockDevice>, member: &Member, copy: usize) -> gpunvme_blockdev::Result<Arc<Io>> {
     let address = member.addresses()[copy];
     let region = Region::allocate(BLOCK_SIZE)?;
     region.write_at(0, member.encode(address).bytes())?;
     let io = Io::inline(Arc::clone(device))?;
     io.run([Request::write(Geometry::byte(address), [region.span(0..BLOCK_SIZE)], false)])?;
-    io.run([Request::flush()])
+    Ok(io)
 }

@@ -12,7 +12,7 @@ use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::member::MEMBERS_MAX;
 
 use super::copies::blocks_of;
-use super::set::Set;
+use super::set::{GrowError, Set};
 use super::{judged, map};
 use crate::claim::reason;
 use crate::wipe;
@@ -25,12 +25,13 @@ const LEAST: u64 = 16 << 20;
 /// the members from giving more than they did, if that is so.
 ///
 /// # Errors
-/// A text with the name of the device that failed, or is too small.
-pub fn grow(device: &Arc<dyn BlockDevice>) -> Result<Option<String>, String> {
+/// A device failed, or is too small.
+pub fn grow(device: &Arc<dyn BlockDevice>) -> Result<Option<String>, GrowError> {
     let look = |device: &Arc<dyn BlockDevice>| device.look_again().map_err(|error| reason(device.name(), &error));
     let members = device.members();
     if members.is_empty() {
-        return look(device).map(|_| None);
+        look(device)?;
+        return Ok(None);
     }
     members.iter().try_for_each(|member| look(member).map(|_| ()))?;
     let set = own(&members)?;
@@ -95,13 +96,13 @@ fn with_set(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> 
 /// ends.
 ///
 /// # Errors
-/// A text with the name of the device that failed, or cannot be a member.
-pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
+/// A device failed, or cannot be a member.
+pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> Result<(), GrowError> {
     let sets = with_set(device, devices)?;
     for device in devices {
         let name = device.name();
         if !wipe::is_wiped(device).map_err(|error| format!("{name}: {}", reason(name, &error)))? {
-            return Err(format!("{name} carries data: its first and last MiB have to be zero"));
+            return Err(format!("{name} carries data: its first and last MiB have to be zero").into());
         }
     }
     let set = own(&device.members())?;
@@ -109,22 +110,23 @@ pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> R
     let mut begun = Ok(());
     let begin = &mut || {
         begun = set.begin_set(added, devices);
-        begun.clone().map_err(|reason| Error::Unsupported { device: names(devices).into(), reason })
+        begun.clone().map_err(|why| Error::Unsupported { device: names(devices).into(), reason: why.to_string() })
     };
     let done = device.add_set(devices, map(&sets), len_of(&sets), begin);
     if let Err(why) = begun {
         // With one more generation of the old shape, what the devices say of themselves is stale.
-        let undone = own(&device.members()).and_then(|set| set.begin_generation(set.names()));
-        return Err(match undone {
-            Ok(()) => why,
-            Err(_) => {
-                std::mem::forget(devices.to_vec());
-                let names = names(devices);
-                format!("{why}; {names} may be the volume's at the next mount: keep what is there, and mount it again")
+        let undone = own(&device.members()).map_err(GrowError::from).and_then(|set| set.begin_generation(set.names()));
+        let Err(not_undone) = undone else { return Err(why) };
+        std::mem::forget(devices.to_vec());
+        let names = names(devices);
+        return Err(match [why, not_undone] {
+            [GrowError::NotDurable(error), _] | [_, GrowError::NotDurable(error)] => GrowError::NotDurable(error),
+            [why, _] => {
+                format!("{why}; {names} may be the volume's at the next mount: keep what is there, and mount it again").into()
             }
         });
     }
-    done.map_err(|error| error.to_string())
+    Ok(done.map_err(|error| error.to_string())?)
 }
 
 fn own(members: &[Arc<dyn BlockDevice>]) -> Result<Set, String> {

@@ -25,9 +25,10 @@ use gpunvme_layout::{Geometry, Member, Striping, Superblock};
 use crate::claim::{ClaimError, claim_beside, claim_by, listed_mount};
 use crate::names::Superblocks;
 use crate::random::random;
-use copies::Copies;
+use copies::{Copies, WriteFailed};
 pub use growth::{add, grow, may_add};
 pub(crate) use search::block_devices;
+pub use set::GrowError;
 use set::Set;
 
 /// Claims the volume that `device` names, and opens it. Where it is a member of a volume of several
@@ -119,7 +120,7 @@ pub fn rename_members(
     let mut superblocks = Superblocks::read(&volume)?;
     let before = Superblock { names: set.names().clone(), ..superblocks.superblock().clone() };
     let names = change(&before);
-    set.begin_generation(&names)?;
+    set.begin_generation(&names).map_err(|error| error.to_string())?;
     superblocks.rename(&names)?;
     Ok([before, superblocks.superblock().clone()])
 }
@@ -173,7 +174,7 @@ pub fn assemble(devices: Vec<(String, Arc<dyn BlockDevice>)>, mode: OpenMode) ->
     let set = judged(devices)?;
     let volume = stripe(set.devices(), set.sets())?;
     if mode == OpenMode::ReadWrite {
-        set.begin_generation(set.names())?;
+        set.begin_generation(set.names()).map_err(|error| error.to_string())?;
         finish_rename(&volume, &set)?;
     }
     Ok(volume)
@@ -241,7 +242,7 @@ pub fn format(devices: &[Arc<dyn BlockDevice>], like: &Member, uuids: &[[u8; 16]
         .collect();
     // First the copies at the end: a volume is there when all are.
     for copy in [1, 0] {
-        copies::write_all(devices.iter().zip(&members), copy)?;
+        copies::write_all(devices.iter().zip(&members), copy).map_err(WriteFailed::into_text)?;
     }
     Ok(())
 }

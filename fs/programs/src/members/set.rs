@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev::{BlockDevice, Error};
 use gpunvme_layout::member::Generation;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Member, SetPlace, Striping};
 use uuid::Uuid;
 
-use super::copies::{self, Copies};
+use super::copies::{self, Copies, WriteFailed};
 use super::generation;
 
 /// All members of a volume, by their number.
@@ -20,6 +20,24 @@ pub(super) struct Set {
     sets: Vec<Striping>,
     /// The highest number of a generation that any of them has seen.
     highest: u64,
+}
+
+/// Why the members of a volume did not give it more, or did not begin a generation.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum GrowError {
+    /// It cannot be, or a device failed: a text that names it. The volume is what it was.
+    #[error("{0}")]
+    Refused(String),
+    /// A device of the volume failed a flush: of what was written to the volume before, nobody
+    /// knows what is durable.
+    #[error(transparent)]
+    NotDurable(Error),
+}
+
+impl From<String> for GrowError {
+    fn from(why: String) -> GrowError {
+        GrowError::Refused(why)
+    }
 }
 
 /// Puts devices together to a volume. `None` stands for a device that is no member.
@@ -204,8 +222,8 @@ impl Set {
     /// written. Whenever the power is cut, the members are of the old one or of the new one.
     ///
     /// # Errors
-    /// A text with the device's name: it failed.
-    pub fn begin_generation(&self, names: &Names) -> Result<(), String> {
+    /// A device failed.
+    pub fn begin_generation(&self, names: &Names) -> Result<(), GrowError> {
         self.begin(names, &self.sets, None, &[])
     }
 
@@ -213,8 +231,8 @@ impl Set {
     /// their devices have become.
     ///
     /// # Errors
-    /// A text with the device's name: it failed.
-    pub fn begin_larger(&self, last: Striping) -> Result<(), String> {
+    /// A device failed.
+    pub fn begin_larger(&self, last: Striping) -> Result<(), GrowError> {
         let blocks: Vec<u64> = self.members.iter().map(|(device, _)| copies::blocks_of(device)).collect();
         let before = &self.sets[..self.sets.len() - 1];
         self.begin(self.names(), &[before, &[last]].concat(), Some(&blocks), &[])
@@ -223,8 +241,8 @@ impl Set {
     /// Begins a new generation, in which the volume has one set more, of these devices.
     ///
     /// # Errors
-    /// A text with the device's name: it failed.
-    pub fn begin_set(&self, set: Striping, devices: &[Arc<dyn BlockDevice>]) -> Result<(), String> {
+    /// A device failed.
+    pub fn begin_set(&self, set: Striping, devices: &[Arc<dyn BlockDevice>]) -> Result<(), GrowError> {
         self.begin(self.names(), &[&self.sets[..], &[set]].concat(), None, devices)
     }
 
@@ -237,7 +255,7 @@ impl Set {
         sets: &[Striping],
         blocks: Option<&[u64]>,
         added: &[Arc<dyn BlockDevice>],
-    ) -> Result<(), String> {
+    ) -> Result<(), GrowError> {
         let (old, new) = (SetPlace::all(&self.sets), SetPlace::all(sets));
         let now = |copies: &Copies| {
             let member = copies.of(self.current).unwrap_or_else(|| copies.any()).clone();
@@ -251,14 +269,21 @@ impl Set {
             }
         };
         let write = |members: Vec<(&Arc<dyn BlockDevice>, Member)>, copy| {
-            copies::write_all(members.iter().map(|(device, member)| (*device, member)), copy)
+            copies::write_all(members.iter().map(|(device, member)| (*device, member)), copy).map_err(|failed| match failed {
+                // One that is added has nothing of the volume yet.
+                WriteFailed::Flush(of, error) if self.members.iter().any(|(device, _)| Arc::ptr_eq(device, of)) => {
+                    GrowError::NotDurable(error)
+                }
+                failed => GrowError::Refused(failed.into_text()),
+            })
         };
         // The last superblocks are written first, and may be torn: the first ones have to be whole,
         // and of the generation that counts.
         let is_behind = |copies: &Copies| copies.first.as_ref().is_none_or(|first| first.generation != self.current);
         let behind = self.members.iter().filter(|(_, copies)| is_behind(copies));
         write(behind.map(|(device, copies)| (device, now(copies))).collect(), 0)?;
-        let next = generation(self.highest.checked_add(1).ok_or("there is no generation behind the members' last one")?)?;
+        let next = self.highest.checked_add(1).ok_or("there is no generation behind the members' last one".to_owned())?;
+        let next = generation(next)?;
         let mut all: Vec<(&Arc<dyn BlockDevice>, Member)> = Vec::new();
         for (number, (device, copies)) in self.members.iter().enumerate() {
             let now = now(copies);

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::data::page_map::{BufferedPages, PageMap};
+use crate::data::page_map::{BufferedPages, PageMap, without};
 use crate::data::pages::Pages;
 
 /// The part of a file that is in the write buffer, or being read into it.
@@ -18,12 +18,23 @@ pub(crate) struct FileBuffer {
     pub dirtied: Arc<AtomicU64>,
     /// Pages of them that a block was promised for.
     pub promised: u64,
+    /// Nodes that are promised to the mapping of dirty pages.
+    pub nodes: NodesPromised,
     /// Blocks that are being read into pages.
     pub fills: Fills,
     /// The block in which the file ends, as the device has it, for the next append to begin with.
     /// Kept from when it was written until content changes, or until the write buffer needs the
     /// page.
     pub last: Option<(u64, Pages)>,
+}
+
+/// Nodes that are promised to the mapping of dirty pages.
+#[derive(Default)]
+pub(crate) struct NodesPromised {
+    /// How many, in parts.
+    pub parts: u64,
+    /// Where the range of blocks ends that the last were promised to.
+    pub end: Option<u64>,
 }
 
 impl FileBuffer {
@@ -37,6 +48,12 @@ impl FileBuffer {
     pub fn mark_dirty(&mut self, blocks: Range<u64>) {
         self.dirtied.fetch_add(1, Ordering::AcqRel);
         self.dirty += self.pages.change(blocks, |entry| !entry.dirty, |entry| entry.dirty = true);
+    }
+
+    /// Whether all of these blocks wait to be written.
+    pub fn is_all_dirty(&self, blocks: Range<u64>) -> bool {
+        let dirty = self.pages.overlapping(blocks.clone()).filter(|(_, entry)| entry.dirty).map(|(held, _)| held);
+        without(blocks, dirty).is_empty()
     }
 
     /// Whether pages of these blocks wait to be written.

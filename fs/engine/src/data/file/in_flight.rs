@@ -18,11 +18,56 @@ pub(crate) struct InFlight {
     pub direct: Vec<Range<u64>>,
     /// Batches of pages, and direct writes.
     pub writes: WritesInFlight,
+    /// Nodes that are promised to the batches.
+    pub nodes: BatchNodes,
     /// Write-backs of the whole file.
     pub flushes: Flushes,
     /// Operations that quiesce the file: they wait for the writes in flight, and no direct write
     /// begins.
     pub quiescers: u32,
+}
+
+/// Nodes that are promised to batches in flight, in parts, in the order in which the batches began.
+/// Those of a batch may be needed by the batches before it, too.
+#[derive(Default)]
+pub(crate) struct BatchNodes(VecDeque<Batch>);
+
+struct Batch {
+    number: u64,
+    parts: u64,
+    is_over: bool,
+}
+
+impl BatchNodes {
+    /// A batch begins.
+    pub fn begin(&mut self, number: u64, parts: u64) {
+        self.0.push_back(Batch { number, parts, is_over: false });
+    }
+
+    /// All that is promised.
+    pub fn parts(&self) -> u64 {
+        self.0.iter().map(|batch| batch.parts).sum()
+    }
+
+    /// Takes out what was needed. Returns what is missing.
+    pub fn redeem(&mut self, mut parts: u64) -> u64 {
+        for batch in &mut self.0 {
+            let redeemed = batch.parts.min(parts);
+            batch.parts -= redeemed;
+            parts -= redeemed;
+        }
+        parts
+    }
+
+    /// A batch is over. Returns what is needed no more.
+    pub fn end(&mut self, number: u64) -> u64 {
+        self.0.iter_mut().filter(|batch| batch.number == number).for_each(|batch| batch.is_over = true);
+        let mut parts = 0;
+        while self.0.front().is_some_and(|batch| batch.is_over) {
+            parts += self.0.pop_front().map_or(0, |batch| batch.parts);
+        }
+        parts
+    }
 }
 
 /// Flushes of a file: when one is over, the device has everything that was in memory or on its way

@@ -7,5 +7,6 @@ mod newer;
 mod state;
 mod table;
 
+pub(crate) use buffer::NodesPromised;
 pub(crate) use state::{File, FileState, Truncation};
 pub(crate) use table::Files;

@@ -13,6 +13,7 @@ mod bitmaps;
 mod claim;
 mod nodes;
 mod reserve;
+mod room;
 
 pub(super) use bitmaps::{bitmap, descriptor};
 pub(crate) use nodes::empty_metadata_chunks;

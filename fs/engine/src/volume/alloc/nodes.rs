@@ -5,13 +5,11 @@ use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind};
 
 use super::bitmaps::{bitmap, descriptor};
+use super::room::NODES_LEFT;
 use crate::error::Attempt;
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
-
-/// Free nodes in chunks of metadata with which names can still be added when no chunk may be
-/// taken: far more than one operation needs.
-const NODES_LEFT: u64 = 128;
+use crate::volume::promised::NODE_PARTS;
 
 /// The empty metadata chunks of a group, each by its first block.
 pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt<Vec<u64>> {
@@ -30,23 +28,12 @@ impl Op<'_> {
     /// that is promised to data, nor one of the margin.
     pub fn room_for_names(&mut self) -> Attempt<()> {
         let meta = self.meta();
-        let margin = meta.chunk_margin();
-        let needed = meta.promised + (margin + 1) * CHUNK_BLOCKS;
-        let has_chunk = meta.state.free_chunks > margin && meta.state.free_blocks >= needed;
-        if has_chunk || self.free_nodes()? >= NODES_LEFT { Ok(()) } else { Err(self.meta().no_chunk()) }
-    }
-
-    /// Free nodes in all chunks of metadata: counted once, and kept up to date.
-    fn free_nodes(&mut self) -> Attempt<u64> {
-        if let Some(nodes) = self.meta().free_nodes {
-            return Ok(nodes);
+        let needed = meta.promised.blocks + (meta.kept_chunks() + 1) * CHUNK_BLOCKS;
+        if meta.breakable_chunks() > 0 && meta.state.free_blocks >= needed {
+            return Ok(());
         }
-        let mut nodes = 0;
-        for group in 0..self.meta().geometry.groups {
-            nodes += u64::from(descriptor(self, group)?.free_metadata);
-        }
-        self.set_free_nodes(Some(nodes));
-        Ok(nodes)
+        let promised = meta.promised.parts.div_ceil(NODE_PARTS);
+        if self.free_nodes()? >= promised + NODES_LEFT { Ok(()) } else { Err(self.meta().no_chunk()) }
     }
 
     /// Allocates a block for a node of the tree.
@@ -68,6 +55,7 @@ impl Op<'_> {
     /// the order of the journal.
     pub fn release_node(&mut self, address: u64) -> Attempt<()> {
         self.forget_places();
+        self.nodes_taken -= 1;
         let (group, at) = self.meta().geometry.locate(address);
         let bitmap = self.bitmap_mut(group)?;
         if group::kind(bitmap, at / CHUNK_BLOCKS) != ChunkKind::Metadata || !group::is_used(bitmap, at) {
@@ -107,6 +95,7 @@ impl Op<'_> {
 
     fn take_node(&mut self, group: u64) -> Attempt<u64> {
         self.hints().node = group;
+        self.nodes_taken += 1;
         let chunks = self.meta().geometry.group_chunks(group);
         let bitmap = self.bitmap_mut(group)?;
         let free = (0..chunks)

@@ -5,8 +5,9 @@ use gpunvme_layout::geometry::{CHUNK_BLOCKS, GROUP_CHUNKS};
 use gpunvme_layout::group::{self, ChunkKind};
 
 use super::bitmaps::{bitmap, descriptor};
-use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::error::Attempt;
 use crate::volume::meta::Meta;
+use crate::volume::reserved;
 use crate::volume::run::Run;
 
 /// A file that wants more chunks than this at once has taken some before.
@@ -27,19 +28,6 @@ fn fits_better(want: u64, run: u64, than: u64) -> bool {
 }
 
 impl Meta {
-    /// Wholly free chunks that data leaves to metadata: they allow written data to be mapped, and a
-    /// deletion to go on.
-    pub(super) fn chunk_margin(&self) -> u64 {
-        (self.geometry.chunks / 64).clamp(1, 32)
-    }
-
-    /// Blocks that can still be promised to data. Twice the margin is kept: metadata may take
-    /// chunks between a promise and the placing of its data, which then still finds room above the
-    /// margin itself.
-    pub fn available(&self) -> u64 {
-        self.state.free_blocks.saturating_sub(self.promised + 2 * self.chunk_margin() * CHUNK_BLOCKS)
-    }
-
     /// Takes a run of at most `want` free blocks, and marks it busy. `goal`: where it would best
     /// begin.
     ///
@@ -55,6 +43,7 @@ impl Meta {
             },
             None => self.small_run(want)?,
         };
+        self.note_reserved(run)?;
         self.busy.insert(run);
         Ok(run)
     }
@@ -62,21 +51,7 @@ impl Meta {
     /// Gives reserved blocks back that were not claimed.
     pub fn unreserve(&mut self, run: Run) {
         self.busy.remove(run);
-    }
-
-    /// No block can be had: for now, when some were freed that cannot be reused yet.
-    pub(super) fn no_space(&self) -> Fail {
-        if self.pending > 0 { Fail::Stall(Stall::Reuse) } else { self.no_chunk() }
-    }
-
-    /// No chunk can be had: for now, when some emptied that a checkpoint gives back.
-    pub fn no_chunk(&self) -> Fail {
-        if self.emptied.is_empty() { FsError::NoSpace.into() } else { Fail::Stall(Stall::Checkpoint) }
-    }
-
-    /// Whether data may take a free chunk.
-    fn may_break_a_chunk(&self) -> bool {
-        self.state.free_chunks > self.chunk_margin()
+        self.reserved.remove(run, false);
     }
 
     /// Whether much of the free space lies between small runs.
@@ -88,8 +63,7 @@ impl Meta {
     /// Free chunks that data may take as long as it finds room elsewhere: names need some beyond
     /// the margin.
     fn chunks_for_data(&self) -> u64 {
-        let margin = self.chunk_margin();
-        self.state.free_chunks.saturating_sub(margin + margin.div_ceil(4))
+        self.breakable_chunks().saturating_sub(self.chunk_margin().div_ceil(4))
     }
 
     /// Free blocks from `goal` on, to the end of their group at the most.
@@ -101,20 +75,25 @@ impl Meta {
         let chunks = self.geometry.group_chunks(group);
         let end = (at + want).min(chunks * CHUNK_BLOCKS);
         let whole = want >= CHUNK_BLOCKS || !self.has_many_holes();
-        Ok(self.free_within(group, at, end, whole)?.filter(|run| run.start == goal))
+        let breakable = whole.then(|| self.breakable_chunks());
+        Ok(self.free_within(group, at, end, breakable)?.filter(|run| run.start == goal))
     }
 
-    /// The first free run of data blocks within `from..to` of a group that is not busy. `whole`:
-    /// also in free chunks.
-    fn free_within(&self, group: u64, from: u64, to: u64, whole: bool) -> Attempt<Option<Run>> {
-        let whole = whole && self.may_break_a_chunk();
+    /// The first free run of data blocks within `from..to` of a group that is not busy.
+    /// `breakable`: also in free chunks, those that data is on its way to and so many others.
+    fn free_within(&self, group: u64, from: u64, to: u64, breakable: Option<u64>) -> Attempt<Option<Run>> {
         let bitmap = bitmap(self, group)?;
         let base = self.geometry.group_start(group);
+        // Whether a run may lie in a chunk, when it already takes so many that nothing is in.
+        let is_open = |chunk: u64, taken: u64| match bitmap.map_or(ChunkKind::Free, |b| group::kind(b, chunk)) {
+            ChunkKind::Metadata => false,
+            ChunkKind::Data => true,
+            ChunkKind::Free => breakable.is_some_and(|left| taken < left || self.reserved.contains(base + chunk * CHUNK_BLOCKS)),
+        };
         let mut at = from;
         while at < to {
             let chunk_end = (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS;
-            let kind = bitmap.map_or(ChunkKind::Free, |b| group::kind(b, at / CHUNK_BLOCKS));
-            if kind == ChunkKind::Metadata || (kind == ChunkKind::Free && !whole) {
+            if !is_open(at / CHUNK_BLOCKS, 0) {
                 at = chunk_end;
                 continue;
             }
@@ -135,13 +114,9 @@ impl Meta {
                 None => {}
             }
             // The run may go on into chunks of metadata or into free ones that are not for it.
-            let mut cut = chunk_end;
-            while cut < end {
-                let kind = bitmap.map_or(ChunkKind::Free, |b| group::kind(b, cut / CHUNK_BLOCKS));
-                if kind == ChunkKind::Metadata || (kind == ChunkKind::Free && !whole) {
-                    break;
-                }
-                cut += CHUNK_BLOCKS;
+            let (mut cut, mut taken) = (chunk_end, 1);
+            while cut < end && is_open(cut / CHUNK_BLOCKS, taken) {
+                (cut, taken) = (cut + CHUNK_BLOCKS, taken + 1);
             }
             return Ok(Some(Run { start: base + start, len: end.min(cut) - start }));
         }
@@ -247,33 +222,34 @@ impl Meta {
 
     /// A run in a chunk that is broken for it: in the last one that was, or in another.
     fn broken_chunk_run(&mut self, want: u64) -> Attempt<Option<Run>> {
-        if !self.may_break_a_chunk() {
-            return Ok(None);
-        }
         let len = want.min(CHUNK_BLOCKS);
         if let Some(broken) = self.hints.broken {
             let (group, at) = self.geometry.locate(broken);
-            let rest = self.free_within(group, at, (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, true)?;
+            let rest = self.free_within(group, at, (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, Some(self.breakable_chunks()))?;
             if let Some(rest) = rest.filter(|rest| rest.len >= len) {
                 self.hints.broken = Some(rest.start + len).filter(|next| !next.is_multiple_of(CHUNK_BLOCKS));
                 return Ok(Some(Run { start: rest.start, len }));
             }
+        }
+        if self.breakable_chunks() == 0 {
+            return Ok(None);
         }
         let Some(start) = self.free_chunk()? else { return Ok(None) };
         self.hints.broken = Some(start + len).filter(|next| !next.is_multiple_of(CHUNK_BLOCKS));
         Ok(Some(Run { start, len }))
     }
 
-    /// The first run that is left, in chunks that nothing was claimed of yet and something is busy
-    /// in.
+    /// The first run that is left, in chunks that nothing was claimed of yet and data is on its way
+    /// to, or in those that metadata can do without.
     fn any_run(&self, want: u64) -> Attempt<Option<Run>> {
+        let breakable = Some(self.chunks_for_promised_data());
         for i in 0..self.geometry.groups {
             let group = (self.hints.small + i) % self.geometry.groups;
             if descriptor(self, group)?.free_blocks == 0 {
                 continue;
             }
             let end = self.geometry.group_chunks(group) * CHUNK_BLOCKS;
-            if let Some(run) = self.free_within(group, 0, end, true)? {
+            if let Some(run) = self.free_within(group, 0, end, breakable)? {
                 return Ok(Some(Run { start: run.start, len: run.len.min(want) }));
             }
         }
@@ -298,7 +274,7 @@ impl Meta {
             searched += 1;
             let (mut from, to) = (0, self.geometry.group_chunks(group) * CHUNK_BLOCKS);
             let mut fits: Option<Run> = None;
-            while let Some(run) = self.free_within(group, from, to, false)? {
+            while let Some(run) = self.free_within(group, from, to, None)? {
                 if run.len >= want && fits.is_none_or(|f| run.len < f.len) {
                     fits = Some(run);
                 }
@@ -315,5 +291,29 @@ impl Meta {
             }
         }
         Ok(longest)
+    }
+
+    /// Notes that data is on its way to free blocks.
+    fn note_reserved(&mut self, run: Run) -> Attempt<()> {
+        for part in reserved::parts(run) {
+            let is_free = self.is_free_by_bitmap(part.start)?;
+            self.reserved.add(part, is_free);
+        }
+        Ok(())
+    }
+
+    /// Notes that a finished operation has freed blocks: a chunk of them may be wholly free now
+    /// although data is on its way to others of its blocks.
+    pub fn note_freed(&mut self, run: Run) {
+        for part in reserved::parts(run) {
+            if self.reserved.contains(part.start) && matches!(self.is_free_by_bitmap(part.start), Ok(true)) {
+                self.reserved.becomes_free(part.start);
+            }
+        }
+    }
+
+    fn is_free_by_bitmap(&self, block: u64) -> Attempt<bool> {
+        let (group, at) = self.geometry.locate(block);
+        Ok(bitmap(self, group)?.is_none_or(|b| group::kind(b, at / CHUNK_BLOCKS) == ChunkKind::Free))
     }
 }

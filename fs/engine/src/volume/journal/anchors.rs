@@ -5,7 +5,7 @@ use gpunvme_layout::geometry::{ANCHORS, SUPERBLOCK};
 use gpunvme_layout::{Anchor, Block, Corrupt, Superblock};
 
 use crate::error::FsError;
-use crate::volume::io::read_blocks;
+use crate::volume::io::{read_blocks, read_each};
 
 /// The blocks at the start of the device that identify the volume and its user.
 pub(super) const FRONT: [u64; 3] = [SUPERBLOCK, ANCHORS[0], ANCHORS[1]];
@@ -24,9 +24,9 @@ impl Anchors {
         Anchors { generation, front: FRONT.map(|address| Some(read_blocks(io, address, 1).ok()?.swap_remove(0))) }
     }
 
-    /// The first superblock is this one from now on; none where that is not known.
-    pub(in crate::volume) fn know_superblock(&mut self, block: Option<Block>) {
-        self.front[0] = block;
+    /// The first superblock is this one from now on.
+    pub(in crate::volume) fn know_superblock(&mut self, block: Block) {
+        self.front[0] = Some(block);
     }
 
     /// Generation of the last one written.
@@ -35,11 +35,11 @@ impl Anchors {
     }
 }
 
-/// Reads both anchors.
+/// Reads both anchors. One that the device cannot read is as good as damaged.
 pub(crate) fn read_anchors(io: &Io, superblock: &Superblock) -> Result<[Result<Anchor, Corrupt>; 2], FsError> {
     let [a, b] = gpunvme_layout::geometry::ANCHORS.map(|address| -> Result<_, FsError> {
-        let block = &read_blocks(io, address, 1)?[0];
-        Ok(Anchor::decode(block, address, &superblock.uuid, &superblock.geometry()))
+        let block = read_each(io, address, 1)?.swap_remove(0);
+        Ok(block.and_then(|block| Anchor::decode(&block, address, &superblock.uuid, &superblock.geometry())))
     });
     Ok([a?, b?])
 }

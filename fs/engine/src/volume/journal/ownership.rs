@@ -13,6 +13,7 @@ use super::anchors::{Anchors, FRONT};
 use crate::error::FsError;
 use crate::volume::io::{read_scattered, write_block};
 use crate::volume::open::Volume;
+use crate::volume::promised::Promised;
 
 impl Volume {
     /// Makes the next commit check whether the volume on the device is still this mount's. Called
@@ -29,7 +30,7 @@ impl Volume {
     pub fn look_before_writing(&self) -> Result<(), FsError> {
         let waits = {
             let meta = self.meta.read();
-            meta.promised > 0 || !meta.running.is_empty()
+            meta.promised != Promised::default() || !meta.running.is_empty()
         };
         if waits { self.look().map_err(|e| self.fail(e)) } else { Ok(()) }
     }

@@ -29,7 +29,8 @@ pub(crate) struct Recovered {
     pub images: BTreeMap<u64, Block>,
     /// Transactions that were found.
     pub transactions: u64,
-    /// A transaction that is complete and makes no sense: it and later ones were not read.
+    /// A transaction that is complete and makes no sense, or that the device cannot read: it and
+    /// later ones were not taken.
     pub stopped: Option<Corrupt>,
 }
 
@@ -37,8 +38,8 @@ pub(crate) struct Recovered {
 /// checkpoint writes them home.
 ///
 /// # Errors
-/// A transaction makes no sense, or is missing although a later one is there: what was durable
-/// would be lost without a word.
+/// A transaction makes no sense, or is missing although a later one is there, or a block cannot be
+/// read that may be one's: what was durable would be lost without a word.
 pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsError> {
     let anchors = read_anchors(io, superblock)?;
     let damaged = ANCHORS.into_iter().zip(&anchors).find_map(|(address, anchor)| anchor.is_err().then_some(address));
@@ -51,7 +52,7 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     // with it. Where it was damaged later, the other one may be of a time long gone.
     let next = recovered.sequence - SEQUENCE_GAP;
     if let Some(address) = damaged
-        && transactions(io, superblock)?.range(next + 1..).next().is_some()
+        && transactions(io, superblock, Err)?.range(next + 1..).next().is_some()
     {
         let what = "an anchor is damaged, and the other one is older than the journal";
         return Err(Corrupt::Field { address, what }.into());
@@ -65,13 +66,25 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     Ok(recovered)
 }
 
-/// Where the descriptors of transactions lie in the journal, by sequence.
-pub(crate) fn transactions(io: &Io, superblock: &Superblock) -> Result<BTreeMap<u64, u64>, FsError> {
+/// Where the descriptors of transactions lie in the journal, by sequence. `unreadable` is told of
+/// each block that the device cannot read, and says whether to go on.
+pub(crate) fn transactions(
+    io: &Io,
+    superblock: &Superblock,
+    mut unreadable: impl FnMut(Corrupt) -> Result<(), Corrupt>,
+) -> Result<BTreeMap<u64, u64>, FsError> {
     let geometry = superblock.geometry();
     let mut found = BTreeMap::new();
     for start in (0..geometry.journal_blocks).step_by(PIECE as usize) {
         let blocks = read_ring(io, &geometry, start, PIECE.min(geometry.journal_blocks - start))?;
         for (position, block) in (start..).zip(blocks) {
+            let block = match block {
+                Ok(block) => block,
+                Err(error) => {
+                    unreadable(error)?;
+                    continue;
+                }
+            };
             let sequence = block.sequence();
             if block.kind() == BlockKind::Journal as u16
                 && journal::decode_descriptor(&geometry, position, sequence, 0, &block, &superblock.uuid).is_ok()
@@ -93,7 +106,7 @@ fn has_hole(io: &Io, superblock: &Superblock, recovered: &Recovered) -> Result<b
     let end = head + room.min(journal::transaction_blocks(TRANSACTION_MAX) + 1);
     for start in (head..end).step_by(PIECE as usize) {
         for (position, block) in (start..).zip(read_ring(io, &geometry, start, PIECE.min(end - start))?) {
-            if journal::decode_descriptor(&geometry, position, after, 0, &block, &superblock.uuid).is_ok() {
+            if journal::decode_descriptor(&geometry, position, after, 0, &block?, &superblock.uuid).is_ok() {
                 return Ok(true);
             }
         }
@@ -137,6 +150,9 @@ pub(crate) struct Found {
 }
 
 /// The transaction `sequence` at `position`. None when it is not all there.
+///
+/// # Errors
+/// Also [`FsError::Corrupt`]: it is there and makes no sense, or the device cannot read what is.
 pub(crate) fn read_transaction(
     io: &Io,
     superblock: &Superblock,
@@ -148,9 +164,9 @@ pub(crate) fn read_transaction(
     let mut homes = Vec::new();
     let (mut images, mut descriptors) = (0, 0);
     while descriptors == 0 || descriptors < journal::descriptor_blocks(images) {
-        let block = &read_ring(io, geometry, position + descriptors, 1)?[0];
+        let block = read_ring(io, geometry, position + descriptors, 1)?.swap_remove(0)?;
         let decoded =
-            journal::decode_descriptor(geometry, position + descriptors, sequence, descriptors, block, &superblock.uuid);
+            journal::decode_descriptor(geometry, position + descriptors, sequence, descriptors, &block, &superblock.uuid);
         let Ok((count, part)) = decoded else { return Ok(None) };
         if descriptors > 0 && count != images {
             return Ok(None);
@@ -162,7 +178,7 @@ pub(crate) fn read_transaction(
     if journal::transaction_blocks(images) > room {
         return Ok(None);
     }
-    let blocks = read_ring(io, geometry, position + descriptors, images)?;
+    let blocks: Vec<Block> = read_ring(io, geometry, position + descriptors, images)?.into_iter().collect::<Result<_, _>>()?;
     for (home, block) in homes.iter().zip(&blocks) {
         if block.sequence() != sequence || block.verify_any_kind(*home, &superblock.uuid).is_err() {
             return Ok(None);

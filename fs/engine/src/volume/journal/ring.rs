@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use gpunvme_blockdev::{Io, Region};
-use gpunvme_layout::{Block, Geometry};
+use gpunvme_layout::{Block, Corrupt, Geometry};
 
 use crate::error::FsError;
-use crate::volume::io::read_blocks;
+use crate::volume::io::read_each;
 use crate::volume::run::Run;
 
 /// The journal's own state, guarded by the journal lock. Positions count blocks and never wrap;
@@ -22,10 +22,11 @@ pub(crate) struct Journal {
     pub(super) buffer: Option<Arc<Region>>,
 }
 
-pub(super) fn read_ring(io: &Io, geometry: &Geometry, position: u64, count: u64) -> Result<Vec<Block>, FsError> {
+/// The blocks from `position` on, as [`read_each`] has them.
+pub(super) fn read_ring(io: &Io, geometry: &Geometry, position: u64, count: u64) -> Result<Vec<Result<Block, Corrupt>>, FsError> {
     let mut blocks = Vec::with_capacity(count as usize);
     for (address, len) in ring_parts(geometry, position, count) {
-        blocks.extend(read_blocks(io, address, len)?);
+        blocks.extend(read_each(io, address, len)?);
     }
     Ok(blocks)
 }

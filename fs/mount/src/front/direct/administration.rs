@@ -7,6 +7,7 @@ use gpunvme_abi::{self as abi, Command};
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::error::FsError;
 use gpunvme_gpupath::server::Reply;
+use gpunvme_programs::members::GrowError;
 
 use crate::front::caller::Caller;
 use crate::front::shared::Front;
@@ -93,7 +94,7 @@ impl Front {
 
     /// Has all that the devices have become larger by.
     fn grow_with_devices(&self) -> Result<[u64; 2], Refusal> {
-        let why = self.devices.look_again().map_err(|why| (libc::EIO, why))?;
+        let why = self.devices.look_again().map_err(|error| self.not_grown(libc::EIO, error))?;
         self.fs.volume().grow().map_err(|error| match (&error, why) {
             (FsError::CannotGrow { .. }, Some(why)) => (error.errno(), why),
             _ => refusal(&error),
@@ -103,11 +104,21 @@ impl Front {
     /// Has further devices.
     fn grow_by(&self, devices: &[String]) -> Result<[u64; 2], Refusal> {
         self.fs.volume().may_grow().map_err(|error| refusal(&error))?;
-        self.devices.add(devices).map_err(|why| (libc::EINVAL, why))?;
+        self.devices.add(devices).map_err(|error| self.not_grown(libc::EINVAL, error))?;
         self.fs.volume().grow().map_err(|error| {
             let (errno, why) = refusal(&error);
             (errno, format!("the devices are the volume's now, and needed to mount it, but it uses nothing of them: {why}"))
         })
+    }
+
+    /// Why the devices did not give more. Where it is not known any more what is durable, the
+    /// volume stops.
+    fn not_grown(&self, errno: i32, error: GrowError) -> Refusal {
+        let why = error.to_string();
+        if let GrowError::NotDurable(error) = error {
+            self.fs.volume().stop(error.into());
+        }
+        (errno, why)
     }
 
     fn may_grow(&self, devices: &[String]) -> Result<(), Refusal> {

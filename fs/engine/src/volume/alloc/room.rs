@@ -1,0 +1,152 @@
+//! Room: what is promised to writes before they are accepted, and what is kept for metadata.
+//!
+//! A write that was accepted can be written back. So a promise has two halves: the blocks that its
+//! data needs, and the nodes that its extents need, because each write into a hole, or into the
+//! middle of preallocated blocks, adds items to the tree. Two things hold at any time:
+//!
+//! 1. Free nodes, and the blocks of the free chunks that no data is on its way to, are at least as
+//!    many as the promised nodes: data breaks no chunk that these need
+//!    ([`Meta::chunks_for_promised_data`]).
+//! 2. Free blocks beyond those chunks are at least as many as the promised blocks.
+//!
+//! Promised nodes are those of the worst case, of which an operation seldom needs any. They count
+//! until the write is over, so that where few are left, writes wait for earlier ones before they
+//! are refused ([`Stall::Nodes`]).
+
+use gpunvme_layout::geometry::CHUNK_BLOCKS;
+
+use super::bitmaps::descriptor;
+use crate::error::{Attempt, Fail, FsError, Stall};
+use crate::volume::meta::{Blocks, Meta};
+use crate::volume::op::Op;
+use crate::volume::promised::{NODE_PARTS, Promised, Splits};
+
+/// Free nodes, beside those that are promised, with which names can still be added when no chunk
+/// may be taken, and writes accepted: far more than one operation needs. The last ones are left to
+/// operations that are never refused: deletions.
+pub(super) const NODES_LEFT: u64 = 128;
+/// Blocks of files to one node that is kept for their extents. Where all blocks are preallocated,
+/// and every other one is written in the worst order, a node of extents has 56, and an inner node
+/// has 84 of those.
+const BLOCKS_PER_NODE: u64 = 54;
+
+impl Meta {
+    /// Wholly free chunks that data leaves to metadata as long as it finds room elsewhere: they
+    /// allow written data to be mapped, and a deletion to go on. A node for each
+    /// [`BLOCKS_PER_NODE`] blocks; volumes of more than 7 GiB, which are unlikely to need so many,
+    /// keep 128 MiB.
+    pub(super) fn chunk_margin(&self) -> u64 {
+        self.geometry.chunks.div_ceil(BLOCKS_PER_NODE).min(64)
+    }
+
+    /// Wholly free chunks that no data is on its way to.
+    pub(super) fn unbroken_chunks(&self) -> u64 {
+        self.state.free_chunks.saturating_sub(self.reserved.free())
+    }
+
+    /// Wholly free chunks beyond the margin that data leaves to names.
+    fn chunks_for_names(&self) -> u64 {
+        self.chunk_margin().div_ceil(2)
+    }
+
+    /// Blocks that can still be promised to data, when the writes in flight have given back the
+    /// nodes that they did not need.
+    pub fn available(&self) -> u64 {
+        let kept = self.chunk_margin() + self.chunks_for_names();
+        self.state.free_blocks.saturating_sub(self.promised.blocks + kept * CHUNK_BLOCKS)
+    }
+
+    /// Wholly free chunks that are kept for metadata: the margin, or as many as were promised.
+    pub(super) fn kept_chunks(&self) -> u64 {
+        self.chunk_margin().max(self.chunks_for_nodes(self.promised.parts, NODES_LEFT))
+    }
+
+    /// Free chunks that data may break as long as it finds room elsewhere.
+    pub(super) fn breakable_chunks(&self) -> u64 {
+        self.unbroken_chunks().saturating_sub(self.kept_chunks())
+    }
+
+    /// Free chunks that data may break when all else is full: they were promised to it.
+    pub(super) fn chunks_for_promised_data(&self) -> u64 {
+        self.unbroken_chunks().saturating_sub(self.chunks_for_nodes(self.promised.parts, 0))
+    }
+
+    /// Chunks that have to become metadata's for so many nodes, beside those that it has.
+    fn chunks_for_nodes(&self, parts: u64, more: u64) -> u64 {
+        let nodes = parts.div_ceil(NODE_PARTS) + more;
+        nodes.saturating_sub(self.free_nodes.unwrap_or(0)).div_ceil(CHUNK_BLOCKS)
+    }
+
+    /// Promises blocks to data, and nodes to what mapping it does to the tree.
+    ///
+    /// # Errors
+    /// [`FsError::NoSpace`]; [`Stall::Nodes`] where writes in flight have to end first.
+    pub fn promise(&mut self, blocks: u64, splits: Splits) -> Attempt<Promised> {
+        // A split of a leaf may split the nodes above it, up to the root, which gets one above.
+        let splits_up = u64::from(self.state.level) + 2;
+        let parts = splits.runs * 2 * splits_up * NODE_PARTS + splits.items;
+        if self.has_room(blocks, parts, NODES_LEFT).is_err() {
+            self.free_nodes = Some(self.count_free_nodes()?);
+            self.has_room(blocks, parts, NODES_LEFT)?;
+        }
+        self.promised.blocks += blocks;
+        self.promised.parts += parts;
+        Ok(Promised { blocks, parts })
+    }
+
+    /// Passes when so much can be promised beside what is, and so many nodes are left then.
+    fn has_room(&self, blocks: u64, parts: u64, left: u64) -> Attempt<()> {
+        if self.fits(blocks, self.promised.parts + parts, left, self.unbroken_chunks()) {
+            return Ok(());
+        }
+        let others_end = self.fits(blocks, parts, left, self.state.free_chunks);
+        Err(if others_end { Fail::Stall(Stall::Nodes) } else { self.no_chunk() })
+    }
+
+    fn fits(&self, blocks: u64, parts: u64, left: u64, free_chunks: u64) -> bool {
+        let chunks = self.chunks_for_nodes(parts, left);
+        let kept = if blocks > 0 { chunks.max(self.chunk_margin()) + self.chunks_for_names() } else { chunks };
+        chunks <= free_chunks && self.promised.blocks + blocks + kept * CHUNK_BLOCKS <= self.state.free_blocks
+    }
+
+    /// Free nodes in all chunks of metadata: counted once, and kept up to date.
+    pub(super) fn count_free_nodes(&self) -> Attempt<u64> {
+        if let Some(nodes) = self.free_nodes {
+            return Ok(nodes);
+        }
+        let mut nodes = 0;
+        for group in 0..self.geometry.groups {
+            nodes += u64::from(descriptor(self, group)?.free_metadata);
+        }
+        Ok(nodes)
+    }
+
+    /// No block can be had: for now, when some were freed that cannot be reused yet.
+    pub(super) fn no_space(&self) -> Fail {
+        if self.pending > 0 { Fail::Stall(Stall::Reuse) } else { self.no_chunk() }
+    }
+
+    /// No chunk can be had: for now, when some emptied that a checkpoint gives back.
+    pub fn no_chunk(&self) -> Fail {
+        if self.emptied.is_empty() { FsError::NoSpace.into() } else { Fail::Stall(Stall::Checkpoint) }
+    }
+}
+
+impl Op<'_> {
+    /// Passes when what the operation made of the tree, without a promise, leaves what was promised
+    /// to others. Asked before the operation is finished.
+    pub fn leaves_room(&mut self) -> Attempt<()> {
+        if self.nodes_taken <= 0 {
+            return Ok(());
+        }
+        self.free_nodes()?;
+        self.meta().has_room(0, 0, NODES_LEFT / 2)
+    }
+
+    /// Free nodes in all chunks of metadata.
+    pub fn free_nodes(&mut self) -> Attempt<u64> {
+        let nodes = self.meta().count_free_nodes()?;
+        self.set_free_nodes(Some(nodes));
+        Ok(nodes)
+    }
+}
