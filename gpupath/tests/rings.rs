@@ -309,6 +309,15 @@ fn files_that_take_long_to_go_hold_up_no_ring() {
     until("it did not go", || watched.strong_count() == 0);
 }
 
+/// Does something when it is dropped, even by a panic.
+struct Defer<F: Fn()>(F);
+
+impl<F: Fn()> Drop for Defer<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
 /// An application has two hundred thousand waiters for its eventfd, each of which a signal passes.
 #[test]
 fn an_eventfd_with_very_many_waiters_holds_up_its_owner_alone() {
@@ -329,30 +338,36 @@ fn an_eventfd_with_very_many_waiters_holds_up_its_owner_alone() {
             std::thread::Builder::new().stack_size(256 << 10).spawn_scoped(scope, poll).unwrap();
         }
         waiting.wait();
+        let _over = Defer(|| assert_eq!(rustix::io::write(&over, &1u64.to_ne_bytes()), Ok(8)));
         std::thread::sleep(Duration::from_millis(500));
+        // Of a processor: others use the machine, too.
         let time = |what: &dyn Fn()| {
-            let before = Instant::now();
+            let now = || {
+                let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+                Duration::new(now.tv_sec.cast_unsigned(), now.tv_nsec.cast_unsigned() as u32)
+            };
+            let before = now();
             what();
-            before.elapsed()
+            now() - before
         };
         let signal = || assert_eq!(rustix::io::write(&ring.completed, &1u64.to_ne_bytes()), Ok(8));
         let one_signal = (0..5).map(|_| time(&signal)).min().unwrap();
         rustix::io::read(&ring.completed, &mut [0; 8]).unwrap();
-        let mut took = Vec::new();
+        let (mut took, begun) = (Duration::ZERO, Instant::now());
         for number in 1..=100 {
             ring.memory.swap(Word::Application, ASLEEP);
             ring.submit(&rings, buffer, holding.0.clone());
             until("it is not served", || holding.0.held() == 1);
             // On this thread, as on one that serves another ring.
-            took.push(time(&|| holding.0.end_one()));
+            took += time(&|| holding.0.end_one());
             until("it was not woken", || ring.is_signalled());
             rustix::io::read(&ring.completed, &mut [0; 8]).unwrap();
             ring.memory.store(Word::CompletionHead, number);
         }
-        took.sort();
-        println!("one signal {one_signal:?}; ends of transfers {:?} {:?} {:?}", took[0], took[50], took[99]);
-        assert!(took[50] < one_signal / 4, "{:?}, a signal {one_signal:?}", took[50]);
-        rustix::io::write(&over, &1u64.to_ne_bytes()).unwrap();
+        let all = begun.elapsed();
+        println!("one signal {one_signal:?}; 100 ends of transfers {took:?} of {all:?}");
+        // A user has a twentieth, after the first signal.
+        assert!(took < all / 10 + 3 * one_signal, "{took:?} of {all:?}, a signal {one_signal:?}");
     });
 }
 

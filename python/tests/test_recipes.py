@@ -73,7 +73,7 @@ else:
     for name, tensor in whole.items():
         own = distribute_tensor(tensor, mesh, [Shard(0)]).to_local()
         assert torch.equal(loaded["model"][name].to_local(), own), name
-print(what, dist.get_rank(), "of", dist.get_world_size(), "done", flush=True)
+print(f"{what} {dist.get_rank()} of {dist.get_world_size()} done", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -239,9 +239,8 @@ def test_torchrun_on_two_nodes_saves_and_three_ranks_go_on_from_a_fresh_one(fold
     loading = torchrun(0, 1, 3, port(), "load", folder / "step-10")
     out, err = loading.communicate(timeout=240)
     assert loading.returncode == 0, out + err
-    assert sorted(line for line in out.splitlines() if "done" in line) == [
-        f"load {rank} of 3 done" for rank in range(3)
-    ]
+    # Ranks write to one pipe: lines may be pieces of several.
+    assert [out.count(f"{rank} of 3 done") for rank in range(3)] == [1, 1, 1]
 
 
 def test_ray_reads_and_trains_on_the_nodes_that_have_the_data(tmp_path):

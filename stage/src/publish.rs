@@ -22,8 +22,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Least bytes of a part, where the memory allows it: what S3 takes. A store with many cores is busy
-/// with many parts rather than with long ones.
+/// Least bytes of a part, where the memory allows it: what S3 takes. A store with many cores is
+/// kept busy by many parts rather than by long ones.
 const LEAST_PART: u64 = LEAST_PART_TAKEN;
 
 /// What is to be done.

@@ -60,8 +60,8 @@ impl Front {
         self.attempt_for((), move |()| owner, move |fs, ()| attempt(fs), |front, (), result| done(front, result));
     }
 
-    /// As [`Front::attempt`], for something that the operation and `done` both need. `owner` is asked
-    /// only if it has to wait.
+    /// As [`Front::attempt`], for something that the operation and `done` both need. `owner` is
+    /// asked only if it has to wait.
     pub(crate) fn attempt_for<S: Send + 'static, T>(
         self: &Arc<Self>,
         subject: S,
