@@ -73,10 +73,11 @@ fn had_room<T>(result: Result<T, FsError>) -> bool {
     }
 }
 
-/// Adds names until there is no room for more.
-fn fill_with_names(fs: &Arc<Filesystem>) {
-    let name = |n: u32| format!("{n:0>250}").into_bytes();
-    (0..).take_while(|n| had_room(fs.wait(|| fs.create(&WHO, ROOT, &name(*n), &FILE)))).for_each(drop);
+/// Adds names until there is no room for more. The next one will have this number.
+fn fill_with_names(fs: &Arc<Filesystem>, next: &mut u32) {
+    while had_room(fs.wait(|| fs.create(&WHO, ROOT, format!("{next:0>250}").as_bytes(), &FILE))) {
+        *next += 1;
+    }
 }
 
 /// Gives a file all blocks that are left, unwritten. Returns how many.
@@ -146,11 +147,33 @@ fn what_is_written_into_preallocated_blocks_of_a_full_volume_is_not_lost() {
             let fs = open(&device).expect("it was made");
             let ino = file(&fs, b"preallocated");
             let blocks = fill_with_preallocated(&fs, ino);
-            fill_with_names(&fs);
+            fill_with_names(&fs, &mut 0);
             let fs = reopened(&device, fs, way);
             let accepted = write_all(&device, fs, ino, blocks, order, way);
             assert_eq!(accepted, blocks / 2, "{len} bytes, {order:?} {way:?}");
         }
+    }
+}
+
+#[test]
+fn names_leave_preallocated_blocks_the_nodes_that_these_need() {
+    for len in [64 << 20, 250 << 20] {
+        let device: Arc<dyn BlockDevice> = MemoryDevice::new(len);
+        make(&device);
+        let fs = open(&device).expect("it was made");
+        let ino = file(&fs, b"preallocated");
+        let blocks = fill_with_preallocated(&fs, ino);
+        let mut next = 0;
+        for (number, block) in Order::Random.of(blocks).into_iter().enumerate() {
+            if number % 256 == 0 {
+                fs.sync_file(ino).expect("nothing fails");
+                fill_with_names(&fs, &mut next);
+            }
+            assert!(write(&fs, ino, block, Way::Buffered), "{len} bytes, {next} names: write {number} of {}", blocks / 2);
+        }
+        fs.close().expect("nothing was lost");
+        drop(fs);
+        assert_sound(&open(&device).expect("it was closed"), "names beside writes");
     }
 }
 
@@ -167,7 +190,7 @@ fn what_is_written_into_holes_between_blocks_of_others_is_not_lost() {
             let holes = (0..blocks).step_by(2).filter(punch).count() as u64;
             fs.commit().expect("nothing fails");
             let ino = file(&fs, b"sparse");
-            fill_with_names(&fs);
+            fill_with_names(&fs, &mut 0);
             let left = fs.usage().available;
             let fs = reopened(&device, fs, way);
             let accepted = write_all(&device, fs, ino, blocks, order, way);
@@ -189,7 +212,7 @@ fn what_is_written_to_files_whose_leaves_are_full_is_not_lost() {
     let full = file(&fs, b"full");
     let inos: Vec<u64> = (0..FILES).map(|n| file(&fs, n.to_string().as_bytes())).collect();
     let blocks = fill_with_preallocated(&fs, full);
-    fill_with_names(&fs);
+    fill_with_names(&fs, &mut 0);
     fs.wait(|| fs.set_size(&WHO, full, (blocks - 2 * CHUNK) * BLOCK)).expect("it becomes shorter");
     let fs = reopened(&device, fs, Way::Waiting);
     let written: Vec<u64> = inos.into_iter().step_by(APART as usize).filter(|ino| write(&fs, *ino, 0, Way::Waiting)).collect();
@@ -254,6 +277,9 @@ fn what_threads_have_written_beside_one_another_on_a_full_volume_is_not_lost() {
         threads.into_iter().map(|thread| thread.join().expect("none panics")).collect()
     });
     assert!(filled.iter().map(|(_, _, refused)| refused).sum::<u64>() > 100, "it was not full");
+    let left = fs.usage().available;
+    let has_room = had_room(fs.wait(|| fs.write(filled[0].0, (SPAN + 7) * BLOCK, &[1; BLOCK as usize], NOW)));
+    assert!(has_room || left == 0, "{left} blocks are left, and none can be written");
     fs.close().expect("nothing was lost");
     drop(fs);
     let fs = open(&device).expect("it was closed");

@@ -185,13 +185,14 @@ impl Filesystem {
         }
         let (mut new, mut splits) = (0, Splits::default());
         for run in runs() {
-            let (mut holes, mut unwritten) = (run.end - run.start, 0);
+            let (mut holes, mut unwritten, mut written) = (run.end - run.start, 0, 0);
             self.volume.each_mapping(ino, run.start, run.end, |mapping| {
                 holes -= u64::from(mapping.extent.len);
                 unwritten += u64::from(mapping.extent.unwritten);
+                written += u64::from(!mapping.extent.unwritten);
             })?;
             new += holes;
-            splits.add_write(holes, unwritten);
+            splits.add_write(holes, unwritten, written);
         }
         let guard = self.volume.epochs.enter();
         let promised = self.volume.promise(new, splits)?;

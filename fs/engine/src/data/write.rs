@@ -129,6 +129,7 @@ impl Filesystem {
             unwritten += u64::from(mapping.extent.unwritten && is_new());
             mapped.push(mapping_blocks);
         })?;
+        let written = mapped.len() as u64 - unwritten;
         let mut unpromised: SmallVec<[Range<u64>; 2]> = SmallVec::new();
         for hole in without(blocks.clone(), mapped.into_iter()) {
             let promised = state.buffer.pages.overlapping(hole.clone()).filter(|(_, entry)| entry.promised).map(|(held, _)| held);
@@ -137,7 +138,7 @@ impl Filesystem {
         let missing = state.buffer.pages.gaps(blocks.clone());
         let mut memory = self.pages.take(blocks_of(&missing) as usize).ok_or(Fail::Stall(Stall::Memory))?.into_iter();
         let mut splits = Splits::default();
-        splits.add_write(blocks_of(&unpromised), unwritten);
+        splits.add_write(blocks_of(&unpromised), unwritten, written);
         if state.buffer.nodes.end.is_some_and(|end| blocks.contains(&end)) {
             // It goes on where an earlier one ended.
             splits.runs = 0;

@@ -238,6 +238,7 @@ fn map_part(op: &mut Op, ino: u64, inode: &mut Inode, placed_run: &PlacedRun) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::volume::Splits;
     use crate::volume::format::tests::volume;
 
     #[test]
@@ -314,6 +315,35 @@ mod tests {
             let taken = before.saturating_sub(free_nodes());
             assert!(taken < 5, "{taken} nodes of {all} after {first} extents");
         }
+    }
+
+    /// Each hole between extents that fill leaves splits one of these.
+    #[test]
+    fn a_write_over_full_leaves_takes_no_more_nodes_than_were_promised() {
+        const BLOCKS: u64 = 9000;
+        let volume = volume(256 << 20);
+        let inos = [new_file(&volume, b"a"), new_file(&volume, b"b")];
+        let map = |ino: u64, offset: u64, promised: &mut Promised| {
+            let run = volume.wait(|| volume.reserve(None, 1, 0)).unwrap();
+            let placed = [PlacedRun { offset, run, reserved: true }];
+            volume.wait(|| volume.map_placed(ino, placed.into_iter(), promised, &Stamp::default())).unwrap();
+        };
+        let is_hole = |block: &u64| block % 113 == 56;
+        // In turns, so that no two blocks of a file lie side by side. The last file fills its leaves.
+        for block in (0..BLOCKS).filter(|block| !is_hole(block)) {
+            inos.iter().for_each(|ino| map(*ino, block, &mut Promised::default()));
+        }
+        let holes = (0..BLOCKS).filter(is_hole).count() as u64;
+        let mut splits = Splits::default();
+        splits.add_write(holes, 0, BLOCKS - holes);
+        let mut promised = volume.wait(|| volume.promise(holes, splits)).unwrap();
+        promised.blocks = 0;
+        let free_nodes = || volume.wait(|| volume.begin()?.free_nodes()).unwrap();
+        let before = free_nodes();
+        (0..BLOCKS).filter(is_hole).for_each(|block| map(inos[1], block, &mut promised));
+        let taken = before - free_nodes();
+        assert!(taken > holes / 2, "no leaf was full: {taken} nodes for {holes} holes");
+        assert!(promised.parts > 0, "{taken} nodes were taken, and no more promised");
     }
 
     #[test]

@@ -52,6 +52,8 @@ pub(crate) struct Meta {
     pub emptied: Vec<(u64, u64)>,
     /// Free nodes in all chunks of metadata, once they were counted.
     pub free_nodes: Option<u64>,
+    /// Those of them that are of the margin: in chunks of it that extents have made metadata's.
+    pub margin_nodes: u64,
     /// Where the allocator looks first.
     pub hints: Hints,
     /// Times that images were written home; tells a load that what it read may be out of date.
@@ -99,6 +101,7 @@ impl Meta {
             promised: Promised::default(),
             emptied: Vec::new(),
             free_nodes: None,
+            margin_nodes: 0,
             hints: Hints::default(),
             checkpoints: 0,
             operations: 0,

@@ -35,6 +35,8 @@ pub(crate) struct Op<'a> {
     nodes_freed: i64,
     /// Nodes that the operation took for the tree, less those that it gave back.
     pub nodes_taken: i64,
+    /// Chunks of the margin that the operation made metadata's.
+    pub margin_chunks: u64,
     /// Promised blocks that the operation redeems.
     pub redeemed: u64,
     /// Promised nodes that the operation may redeem, in parts, as far as it took some.
@@ -82,6 +84,7 @@ impl<'a> Op<'a> {
             emptied: Vec::new(),
             nodes_freed: 0,
             nodes_taken: 0,
+            margin_chunks: 0,
             redeemed: 0,
             promised_parts: 0,
             finished: false,
@@ -203,6 +206,8 @@ impl<'a> Op<'a> {
         }
         let redeemed = Promised { blocks: self.redeemed, parts: self.redeemed_parts() };
         self.meta.promised.forget(redeemed);
+        let taken = if self.promised_parts > 0 { self.nodes_taken.max(0) as u64 } else { 0 };
+        self.meta.margin_changes(self.margin_chunks, taken);
         let sequence = self.meta.sequence;
         for chunk in std::mem::take(&mut self.emptied) {
             self.meta.emptied.push((chunk, sequence));

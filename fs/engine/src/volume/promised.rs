@@ -11,17 +11,20 @@ pub(crate) const NODE_PARTS: u64 = 40;
 pub(crate) struct Splits {
     /// Ranges of a file, far from one another: each may find two full leaves at its ends.
     pub runs: u64,
-    /// Items in these ranges that are added, or may be cut in two.
+    /// Items in these ranges that are added, or may be cut in two, and those between them: full
+    /// leaves of these are split by what is added.
     pub items: u64,
 }
 
 impl Splits {
-    /// Adds a write of a range with so many blocks of holes and so many extents of preallocated
-    /// blocks.
-    pub fn add_write(&mut self, holes: u64, unwritten: u64) {
-        self.runs += u64::from(holes + unwritten > 0);
-        // An extent may lie in a full leaf of its own, and become three.
-        self.items += holes + 3 * unwritten;
+    /// Adds a write of a range with so many blocks of holes, extents of preallocated blocks, and
+    /// extents that were written before.
+    pub fn add_write(&mut self, holes: u64, unwritten: u64, written: u64) {
+        if holes + unwritten > 0 {
+            self.runs += 1;
+            // A preallocated extent may become three.
+            self.items += holes + 3 * unwritten + written;
+        }
     }
 }
 

@@ -5,11 +5,9 @@ use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind};
 
 use super::bitmaps::{bitmap, descriptor};
-use super::room::NODES_LEFT;
 use crate::error::Attempt;
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
-use crate::volume::promised::NODE_PARTS;
 
 /// The empty metadata chunks of a group, each by its first block.
 pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt<Vec<u64>> {
@@ -25,15 +23,15 @@ pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt
 
 impl Op<'_> {
     /// Fails when there is no room for operations that add names or attributes. They take no chunk
-    /// that is promised to data, nor one of the margin.
+    /// that is promised to data, and no node that was promised, or is of the margin.
     pub fn room_for_names(&mut self) -> Attempt<()> {
         let meta = self.meta();
-        let needed = meta.promised.blocks + (meta.kept_chunks() + 1) * CHUNK_BLOCKS;
-        if meta.breakable_chunks() > 0 && meta.state.free_blocks >= needed {
+        let blocks = meta.promised.blocks + (meta.kept_chunks() + 1) * CHUNK_BLOCKS;
+        if meta.breakable_chunks() > 0 && meta.state.free_blocks >= blocks {
             return Ok(());
         }
-        let promised = meta.promised.parts.div_ceil(NODE_PARTS);
-        if self.free_nodes()? >= promised + NODES_LEFT { Ok(()) } else { Err(self.meta().no_chunk()) }
+        let kept = meta.nodes_kept_from_names();
+        if self.free_nodes()? >= kept { Ok(()) } else { Err(self.meta().no_chunk()) }
     }
 
     /// Allocates a block for a node of the tree.
@@ -116,6 +114,7 @@ impl Op<'_> {
     /// Makes a free chunk one for metadata, and returns its group.
     fn new_metadata_chunk(&mut self) -> Attempt<u64> {
         let Some(start) = self.meta().free_chunk()? else { return Err(self.meta().no_space()) };
+        self.margin_chunks += u64::from(self.meta().unbroken_chunks() <= self.meta().chunk_margin());
         let (group, at) = self.meta().geometry.locate(start);
         group::set_kind(self.bitmap_mut(group)?, at / CHUNK_BLOCKS, ChunkKind::Metadata);
         self.change_descriptor(group, |d| {
@@ -134,6 +133,7 @@ impl Op<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::bitmaps::tests::LOOKED_AT;
+    use super::super::room::NODES_LEFT;
     use super::*;
     use crate::error::FsError;
     use crate::volume::format::tests::volume;

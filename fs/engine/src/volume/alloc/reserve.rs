@@ -32,8 +32,9 @@ impl Meta {
     /// begin.
     ///
     /// # Errors
-    /// [`FsError::NoSpace`] when no block is free; blocks that were freed lately may become usable
-    /// later.
+    /// [`NoSpace`] when no block is free; blocks that were freed lately may become usable later.
+    ///
+    /// [`NoSpace`]: crate::error::FsError::NoSpace
     pub fn reserve(&mut self, goal: Option<u64>, want: u64) -> Attempt<Run> {
         let run = match goal.map(|goal| self.run_at(goal, want)).transpose()?.flatten() {
             Some(run) => run,

@@ -50,8 +50,13 @@ impl Meta {
     }
 
     /// Blocks that can still be promised to data, when the writes in flight have given back the
-    /// nodes that they did not need.
+    /// nodes that they did not need. None where there is no node left for a further extent: free
+    /// blocks lie in between those of files then.
     pub fn available(&self) -> u64 {
+        let one = self.parts(Splits { runs: 1, items: 1 });
+        if self.free_nodes.is_some() && !self.fits(1, one, NODES_LEFT, self.state.free_chunks) {
+            return 0;
+        }
         let kept = self.chunk_margin() + self.chunks_for_names();
         self.state.free_blocks.saturating_sub(self.promised.blocks + kept * CHUNK_BLOCKS)
     }
@@ -82,9 +87,7 @@ impl Meta {
     /// # Errors
     /// [`FsError::NoSpace`]; [`Stall::Nodes`] where writes in flight have to end first.
     pub fn promise(&mut self, blocks: u64, splits: Splits) -> Attempt<Promised> {
-        // A split of a leaf may split the nodes above it, up to the root, which gets one above.
-        let splits_up = u64::from(self.state.level) + 2;
-        let parts = splits.runs * 2 * splits_up * NODE_PARTS + splits.items;
+        let parts = self.parts(splits);
         if self.has_room(blocks, parts, NODES_LEFT).is_err() {
             self.free_nodes = Some(self.count_free_nodes()?);
             self.has_room(blocks, parts, NODES_LEFT)?;
@@ -92,6 +95,26 @@ impl Meta {
         self.promised.blocks += blocks;
         self.promised.parts += parts;
         Ok(Promised { blocks, parts })
+    }
+
+    /// The nodes that splits may take, in parts.
+    fn parts(&self, splits: Splits) -> u64 {
+        // A split of a leaf may split the nodes above it, up to the root, which gets one above.
+        let splits_up = u64::from(self.state.level) + 2;
+        splits.runs * 2 * splits_up * NODE_PARTS + splits.items
+    }
+
+    /// Free nodes that names leave: those that were promised, and those of the margin.
+    pub(super) fn nodes_kept_from_names(&self) -> u64 {
+        self.promised.parts.div_ceil(NODE_PARTS) + NODES_LEFT + self.margin_nodes
+    }
+
+    /// Notes that an operation has made chunks of the margin metadata's, and that it took so many
+    /// nodes for extents. The margin is whole again when as many chunks are free.
+    pub fn margin_changes(&mut self, chunks: u64, taken: u64) {
+        let is_whole = self.unbroken_chunks() >= self.chunk_margin();
+        let left = (self.margin_nodes + chunks * CHUNK_BLOCKS).saturating_sub(taken);
+        self.margin_nodes = if is_whole { 0 } else { left };
     }
 
     /// Passes when so much can be promised beside what is, and so many nodes are left then.
