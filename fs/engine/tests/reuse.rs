@@ -3,13 +3,16 @@
 
 use std::sync::Arc;
 
-use gpunvme_blockdev::BlockDevice;
-use gpunvme_blockdev_testing::MemoryDevice;
-use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_blockdev::{BlockDevice, Io};
+use gpunvme_blockdev_testing::{Image, MemoryDevice};
+use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::volume::{Context, NewNode, SetAttributes};
 use gpunvme_engine::{Filesystem, FormatOptions, format};
 use gpunvme_layout::Timestamp;
+use gpunvme_layout::geometry::ANCHORS;
 
 use crate::common::{ROOT, assert_sound, make, open};
+use crate::surgeon::{lose_anchors_since, ruin};
 
 const NOW: Timestamp = Timestamp { seconds: 1, nanoseconds: 0 };
 const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
@@ -58,6 +61,92 @@ fn a_chunk_that_is_used_and_emptied_again_before_a_checkpoint_is_not_given_to_da
     let fs = open(&device).unwrap();
     assert_sound(&fs, "after reuse");
     assert!(fs.read(ino, 0, len as usize).unwrap().iter().all(|byte| *byte == 7), "a node was written over data");
+}
+
+/// A volume whose chunk of nodes was emptied, given back, and filled with data, all since a
+/// checkpoint: the volume when that checkpoint was made, the volume at the end, and the inode and
+/// length of the file with the data.
+fn nodes_that_became_data() -> (Image, Image, (u64, u64)) {
+    let memory = MemoryDevice::new(64 << 20);
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    // Data leaves the last chunks free: nodes have more than those.
+    let free = fs.usage().free;
+    let takes_another_chunk = |i: &u32| {
+        link(&fs, &i.to_string());
+        fs.usage().free < free - 2 * 512
+    };
+    let first = (0..4000).find(takes_another_chunk).expect("a chunk has only 512 nodes");
+    let others = first + 1..first + 100;
+    others.clone().for_each(|i| link(&fs, &i.to_string()));
+    (0..=first).for_each(|i| unlink(&fs, &i.to_string()));
+    fs.commit().unwrap();
+    fs.volume().checkpoint().unwrap();
+    let earlier = memory.snapshot();
+    let set = SetAttributes { mtime: Some(Timestamp { seconds: 2, nanoseconds: 0 }), ..SetAttributes::default() };
+    for i in others.clone() {
+        let ino = fs.wait(|| fs.lookup(ROOT, i.to_string().as_bytes())).unwrap().ino;
+        fs.wait(|| fs.set_attributes(&WHO, ino, &set)).unwrap();
+    }
+    fs.commit().unwrap();
+    others.for_each(|i| unlink(&fs, &i.to_string()));
+    fs.commit().unwrap();
+    fs.volume().checkpoint().unwrap();
+    assert_eq!(fs.usage().free, free, "no chunk was given back");
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"data", &new)).unwrap().ino;
+    let mut len = 0u64;
+    while fs.wait(|| fs.write(ino, len, &[7; 65536], NOW)).is_ok() {
+        len += 65536;
+    }
+    fs.sync_file(ino).unwrap();
+    (earlier, memory.snapshot(), (ino, len))
+}
+
+/// Repairs the volume, or mounts it as it is: the data is what was written.
+fn assert_data_is_kept(image: &Image, repaired: bool, (ino, len): (u64, u64), what: &str) {
+    let what = format!("{what}, repaired: {repaired}");
+    let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image.clone());
+    if repaired {
+        let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+        let mut fsck = Fsck::open(Io::inline(device.clone()).unwrap(), options).unwrap();
+        let left = fsck.repair(&mut |_| true, &mut |_, _, _| true).unwrap().left;
+        assert_eq!(left.total(), 0, "{what}: {:#?}", left.list);
+        fsck.close(true).unwrap();
+    }
+    // The first mount writes home what it found in the journal.
+    open(&device).unwrap_or_else(|error| panic!("{what}: {error}")).close().unwrap();
+    let fs = open(&device).unwrap_or_else(|error| panic!("{what}: {error}"));
+    assert_sound(&fs, &what);
+    let data = fs.read(ino, 0, len as usize).unwrap();
+    let lost = data.chunks(4096).filter(|block| block.iter().any(|byte| *byte != 7)).count();
+    assert_eq!((lost, data.len() as u64), (0, len), "{what}: a node was written over data");
+}
+
+#[test]
+fn whichever_anchor_is_lost_no_node_is_written_over_data() {
+    let (_, image, data) = nodes_that_became_data();
+    for lost in ANCHORS {
+        let mut image = image.clone();
+        ruin(&mut image, lost);
+        for repaired in [false, true] {
+            assert_data_is_kept(&image, repaired, data, &format!("without anchor {lost}"));
+        }
+    }
+    let mut image = image;
+    ANCHORS.into_iter().for_each(|lost| ruin(&mut image, lost));
+    assert_data_is_kept(&image, true, data, "without anchors");
+}
+
+/// Earlier programs left the anchor of the checkpoint before.
+#[test]
+fn where_only_an_anchor_from_before_nodes_became_data_is_left_none_is_written_over_it() {
+    let (earlier, mut image, data) = nodes_that_became_data();
+    lose_anchors_since(&earlier, &mut image);
+    for repaired in [false, true] {
+        assert_data_is_kept(&image, repaired, data, "with an earlier anchor");
+    }
 }
 
 #[test]

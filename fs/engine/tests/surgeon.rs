@@ -3,8 +3,24 @@
 
 use gpunvme_blockdev_testing::Image;
 use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::geometry::STATE;
+use gpunvme_layout::geometry::{ANCHORS, STATE};
 use gpunvme_layout::{Block, Geometry, Key, State, Superblock, node};
+
+/// Leaves an image with one anchor, the newer one that it had earlier: as a power cut does that
+/// tears the first anchor of a checkpoint; and damage, where a program wrote only one.
+pub fn lose_anchors_since(earlier: &Image, image: &mut Image) {
+    let [newer, other] = match ANCHORS.map(|address| read(earlier, address).sequence()) {
+        [first, second] if first > second => ANCHORS,
+        _ => [ANCHORS[1], ANCHORS[0]],
+    };
+    image.write_at(newer * BLOCK_SIZE as u64, read(earlier, newer).bytes());
+    ruin(image, other);
+}
+
+/// Makes a block one that does not verify.
+pub fn ruin(image: &mut Image, address: u64) {
+    image.write_at(address * BLOCK_SIZE as u64 + 1000, b"not what was here");
+}
 
 /// An image under the knife. What it shows is what is at home: the volume has to be closed.
 pub struct Surgeon {
@@ -36,7 +52,7 @@ impl Surgeon {
 
     /// Makes a block unreadable.
     pub fn ruin(&mut self, address: u64) {
-        self.image.write_at(address * BLOCK_SIZE as u64 + 1000, b"not what was here");
+        ruin(&mut self.image, address);
     }
 
     /// Changes a block, and puts its checksum right.

@@ -215,9 +215,6 @@ impl Fsck {
         if !self.begun {
             self.volume.checkpoint()?;
             if std::mem::take(&mut self.erase_journal) {
-                // The other one: an anchor that is not to be believed may count more than the
-                // first.
-                self.volume.checkpoint()?;
                 self.volume.erase_journal()?;
             }
             self.begun = true;

@@ -8,15 +8,14 @@ use gpunvme_blockdev::Io;
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
 use gpunvme_layout::geometry::{ANCHORS, DESCRIPTORS_PER_BLOCK, GROUP_BLOCKS, STATE};
-use gpunvme_layout::group::{self, ChunkKind};
 use gpunvme_layout::key::INO_ROOT;
-use gpunvme_layout::{Anchor, Block, BlockKind, COUNT_MAX, Corrupt, State, Superblock};
+use gpunvme_layout::{Anchor, Block, COUNT_MAX, Corrupt, State, Superblock};
 
 use super::finding::{Findings, Fix, Kind, Place};
 use super::walk::reason;
 use crate::error::FsError;
 use crate::volume::Volume;
-use crate::volume::io::{check_block, read_blocks, read_each, write_block};
+use crate::volume::io::{check_block, read_blocks, write_block};
 use crate::volume::journal::anchors::read_anchors;
 use crate::volume::journal::recovery::{self, Recovered, SEQUENCE_GAP};
 
@@ -160,7 +159,10 @@ fn recover(io: &Io, superblock: &Superblock, findings: &mut Findings) -> Result<
             return Ok((recovered, false));
         }
     };
-    let recovered = recovery::recover_from(io, superblock, &anchor)?;
+    let mut recovered = recovery::recover_from(io, superblock, &anchor)?;
+    if damaged {
+        recovered.leave_out_data(&superblock.geometry());
+    }
     if let Some(error) = &recovered.stopped {
         findings.add(Kind::Journal, Place::Journal, Fix::Elsewhere, || error.to_string());
     }
@@ -222,28 +224,8 @@ fn recover_latest(io: &Io, superblock: &Superblock, generation: u64, found: &BTr
     let none = Anchor { generation, tail: 0, sequence: highest + 1, clean: true };
     let mut recovered = recovery::recover_from(io, superblock, &chain.unwrap_or(none))?;
     recovered.sequence = recovered.sequence.max(highest + SEQUENCE_GAP);
-    let nodes: Vec<u64> = recovered.images.keys().copied().filter(|a| geometry.contains_data(*a, 1)).collect();
-    for address in nodes {
-        if !is_metadata(io, superblock, &recovered, address)? {
-            recovered.images.remove(&address);
-        }
-    }
+    recovered.leave_out_data(&geometry);
     Ok(recovered)
-}
-
-/// Whether a block lies in a chunk of metadata.
-fn is_metadata(io: &Io, superblock: &Superblock, recovered: &Recovered, address: u64) -> Result<bool, FsError> {
-    let (number, at) = superblock.geometry().locate(address);
-    let home = superblock.geometry().bitmap(number);
-    let bitmap = match recovered.images.get(&home) {
-        Some(block) => block.clone(),
-        None => match read_each(io, home, 1)?.swap_remove(0) {
-            Ok(block) => block,
-            Err(_) => return Ok(false),
-        },
-    };
-    let sound = bitmap.verify(BlockKind::Bitmap, home, &superblock.uuid).is_ok();
-    Ok(sound && group::kind(&bitmap, at / gpunvme_layout::geometry::CHUNK_BLOCKS) == ChunkKind::Metadata)
 }
 
 /// Writes the superblocks again that are damaged, one after the other.

@@ -15,12 +15,12 @@ use std::sync::Arc;
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice, Recorder};
 use gpunvme_engine::check::{CheckOptions, Findings, Fsck, Kind};
-use gpunvme_engine::volume::NewNode;
+use gpunvme_engine::volume::{NewNode, SetAttributes};
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS};
 use gpunvme_layout::{Inode, Key};
 
 use crate::common::{Random, make, open};
-use crate::surgeon::Surgeon;
+use crate::surgeon::{Surgeon, lose_anchors_since};
 use damage::{Case, assert_intact, cases, damaged};
 use subject::{NOW, ROOT, WHO, contents, subject};
 
@@ -186,6 +186,25 @@ fn a_journal_that_is_damaged_is_told_from_one_that_ends() {
     assert_eq!(contents(&fs).into_keys().filter(|path| path.starts_with("/new")).count(), 5);
 }
 
+/// What is durable in the journal only, and the bitmap is gone that says whether it is metadata.
+#[test]
+fn without_anchors_and_bitmap_no_transaction_is_lost() {
+    let memory = MemoryDevice::from_image(subject().image.clone());
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    let fs = open(&device).expect("the volume can be opened");
+    let two = subject().inodes["two"];
+    let set = SetAttributes { mode: Some(0o700), ..SetAttributes::default() };
+    fs.wait(|| fs.set_attributes(&WHO, two, &set)).expect("nothing is allocated");
+    fs.commit().expect("nothing fails");
+    let mut surgeon = Surgeon::new(memory.snapshot());
+    ANCHORS.into_iter().for_each(|address| surgeon.ruin(address));
+    surgeon.ruin(surgeon.geometry.bitmap(0));
+    let device = self::device(surgeon.image);
+    mend(&device, "no anchors and no bitmap");
+    let fs = open(&device).expect("the volume can be opened");
+    assert_eq!(fs.wait(|| fs.attributes(two)).expect("it is there").inode.mode & 0o777, 0o700);
+}
+
 #[test]
 fn anchors_that_a_repair_writes_count_more_than_the_one_that_was_left() {
     let memory = MemoryDevice::from_image(subject().image.clone());
@@ -199,13 +218,15 @@ fn anchors_that_a_repair_writes_count_more_than_the_one_that_was_left() {
     // The anchor that is left describes the volume before the last checkpoint, and the journal
     // holds a transaction since.
     create("new 0");
+    let earlier = memory.snapshot();
     fs.volume().checkpoint().expect("nothing fails");
     create("new 1");
-    let mut surgeon = Surgeon::new(memory.snapshot());
     let generation = |surgeon: &Surgeon, address: u64| surgeon.block(address).sequence();
-    let newer = ANCHORS.into_iter().max_by_key(|address| generation(&surgeon, *address)).expect("there are two");
-    let left = ANCHORS.into_iter().map(|address| generation(&surgeon, address)).min().expect("there are two");
-    surgeon.ruin(newer);
+    let before = Surgeon::new(earlier);
+    let left = ANCHORS.into_iter().map(|address| generation(&before, address)).max().expect("there are two");
+    let mut image = memory.snapshot();
+    lose_anchors_since(&before.image, &mut image);
+    let mut surgeon = Surgeon::new(image);
     // The first transaction is damaged, so that the anchor leads nowhere.
     let journal = surgeon.geometry.journal..surgeon.geometry.journal + surgeon.geometry.journal_blocks;
     let descriptors = journal.filter(|a| surgeon.block(*a).kind() == gpunvme_layout::BlockKind::Journal as u16);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
+use gpunvme_layout::geometry::ANCHORS;
 use gpunvme_layout::{Anchor, Block, Geometry};
 
 use super::Anchors;
@@ -57,7 +58,9 @@ impl Volume {
     }
 
     /// Writes home the images of all durable transactions, and lets the journal begin behind them.
-    /// Returns the anchor that says so.
+    /// Returns the anchor that says so, the later of two that differ in generation only: whichever
+    /// of them is lost, recovery does not begin with images from before, of blocks that may be
+    /// data's by then.
     fn move_tail(&self, anchors: &mut Anchors) -> Result<Anchor, FsError> {
         self.is_still_ours(anchors)?;
         let (mut images, sequence, head) = {
@@ -79,8 +82,11 @@ impl Volume {
         };
         self.write_home(&mut images)?;
         let tail = head % self.superblock.geometry().journal_blocks;
-        let anchor = Anchor { generation: anchors.generation + 1, tail, sequence, clean: false };
-        self.write_anchor(anchors, &anchor)?;
+        let mut anchor = Anchor { generation: anchors.generation, tail, sequence, clean: false };
+        for _ in ANCHORS {
+            anchor.generation += 1;
+            self.write_anchor(anchors, &anchor)?;
+        }
         for part in images.chunks(IMAGES_PART) {
             let mut meta = self.meta.write();
             meta.checkpoints += 1;

@@ -10,7 +10,7 @@
 //!    ([`super::epoch`]).
 //! 4. A metadata block that was freed is not reused for data while an older image of it is in the
 //!    live journal: a chunk of metadata goes back to all uses only after a checkpoint has passed
-//!    the transaction that emptied it.
+//!    the transaction that emptied it, and both anchors say so.
 //!
 //! A commit freezes the running transaction under the metadata lock (content is shared, and copied
 //! by the next operation that changes it), then writes it without holding that lock. Commits run

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use gpunvme_blockdev::Io;
-use gpunvme_layout::geometry::ANCHORS;
+use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS};
+use gpunvme_layout::group::{self, ChunkKind};
 use gpunvme_layout::{Anchor, Block, BlockKind, Corrupt, Geometry, Superblock, journal};
 
 use super::anchors::{Anchors, read_anchors};
@@ -44,9 +45,12 @@ pub(crate) fn recover(io: &Io, superblock: &Superblock) -> Result<Recovered, FsE
     let anchors = read_anchors(io, superblock)?;
     let damaged = ANCHORS.into_iter().zip(&anchors).find_map(|(address, anchor)| anchor.is_err().then_some(address));
     let anchor = Anchor::choose(anchors)?;
-    let recovered = recover_from(io, superblock, &anchor)?;
+    let mut recovered = recover_from(io, superblock, &anchor)?;
     if let Some(error) = recovered.stopped {
         return Err(error.into());
+    }
+    if damaged.is_some() {
+        recovered.leave_out_data(&superblock.geometry());
     }
     // Where a power cut tore an anchor, the other one knows all but the transaction that was cut
     // with it. Where it was damaged later, the other one may be of a time long gone.
@@ -191,6 +195,22 @@ pub(crate) fn read_transaction(
 }
 
 impl Recovered {
+    /// Leaves out the images of nodes whose chunk is data's, or free, by the last transaction that
+    /// was found. Where recovery began before the last checkpoint, a chunk may have been emptied
+    /// and given back since. The transaction that did so came after all images of the chunk's
+    /// nodes, and has one of its bitmap: without one, the chunk is metadata's as it was.
+    pub fn leave_out_data(&mut self, geometry: &Geometry) {
+        let is_data = |address: &u64| {
+            let (group, at) = geometry.locate(*address);
+            let bitmap = self.images.get(&geometry.bitmap(group)).filter(|block| block.expect(BlockKind::Bitmap).is_ok());
+            bitmap.is_some_and(|bitmap| group::kind(bitmap, at / CHUNK_BLOCKS) != ChunkKind::Metadata)
+        };
+        let nodes = self.images.keys().copied().filter(|address| geometry.contains_data(*address, 1));
+        for address in nodes.filter(is_data).collect::<Vec<u64>>() {
+            self.images.remove(&address);
+        }
+    }
+
     /// Lets sequences and generations begin anew. The journal has to be erased, and both anchors
     /// written, before anything is committed.
     pub fn begin_again(&mut self, sequence: u64) {
