@@ -17,7 +17,7 @@ use crate::{programs, scratch_dir_in, scratch_root};
 pub const IMAGE_LEN: u64 = 1 << 30;
 
 /// How long a daemon may take to end after umount(8) or a signal.
-const DAEMON_EXIT_LIMIT: Duration = Duration::from_secs(60);
+const DAEMON_EXIT_LIMIT: Duration = Duration::from_secs(180);
 
 /// A volume in an image file, not mounted, in a scratch directory of its own.
 #[derive(Debug)]

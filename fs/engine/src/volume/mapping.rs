@@ -329,7 +329,7 @@ mod tests {
             volume.wait(|| volume.map_placed(ino, placed.into_iter(), promised, &Stamp::default())).unwrap();
         };
         let is_hole = |block: &u64| block % 113 == 56;
-        // In turns, so that no two blocks of a file lie side by side. The last file fills its leaves.
+        // In turns, so that no two blocks of a file lie side by side. The last file fills leaves.
         for block in (0..BLOCKS).filter(|block| !is_hole(block)) {
             inos.iter().for_each(|ino| map(*ino, block, &mut Promised::default()));
         }

@@ -23,9 +23,9 @@ use super::shared::Front;
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::error::FsError;
 
-/// Threads for operations that wait. One user who is not root has 56 of them at the most: as many
+/// Threads for operations that wait. One user who is not root has 70 of them at the most: as many
 /// as keep a device busy.
-const GENERAL_THREADS: usize = 128;
+const GENERAL_THREADS: usize = 160;
 /// Bytes of requests that wait or are in flight: as much as the kernel has in flight by itself at
 /// the most (`fuse.rs`, MAX_BACKGROUND).
 const REQUEST_BYTES: usize = 256 << 20;
