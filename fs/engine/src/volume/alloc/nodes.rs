@@ -5,9 +5,11 @@ use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind};
 
 use super::bitmaps::{bitmap, descriptor};
-use crate::error::Attempt;
+use super::room::NODES_LEFT;
+use crate::error::{Attempt, Fail, Stall};
 use crate::volume::meta::Blocks;
 use crate::volume::op::Op;
+use crate::volume::promised::NODE_PARTS;
 
 /// The empty metadata chunks of a group, each by its first block.
 pub(crate) fn empty_metadata_chunks(blocks: &impl Blocks, group: u64) -> Attempt<Vec<u64>> {
@@ -30,8 +32,14 @@ impl Op<'_> {
         if meta.breakable_chunks() > 0 && meta.state.free_blocks >= blocks {
             return Ok(());
         }
-        let kept = meta.nodes_kept_from_names();
-        if self.free_nodes()? >= kept { Ok(()) } else { Err(self.meta().no_chunk()) }
+        let (promised, margin) = (meta.promised.parts.div_ceil(NODE_PARTS), meta.margin_nodes);
+        let free = self.free_nodes()?;
+        if free >= promised + NODES_LEFT + margin {
+            return Ok(());
+        }
+        // Writes in flight give back what they do not need, which is most.
+        let others_end = promised > 0 && free >= NODES_LEFT + margin;
+        Err(if others_end { Fail::Stall(Stall::Nodes) } else { self.meta().no_chunk() })
     }
 
     /// Allocates a block for a node of the tree.
@@ -133,7 +141,6 @@ impl Op<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::bitmaps::tests::LOOKED_AT;
-    use super::super::room::NODES_LEFT;
     use super::*;
     use crate::error::FsError;
     use crate::volume::format::tests::volume;

@@ -104,11 +104,6 @@ impl Meta {
         splits.runs * 2 * splits_up * NODE_PARTS + splits.items
     }
 
-    /// Free nodes that names leave: those that were promised, and those of the margin.
-    pub(super) fn nodes_kept_from_names(&self) -> u64 {
-        self.promised.parts.div_ceil(NODE_PARTS) + NODES_LEFT + self.margin_nodes
-    }
-
     /// Notes that an operation has made chunks of the margin metadata's, and that it took so many
     /// nodes for extents. The margin is whole again when as many chunks are free.
     pub fn margin_changes(&mut self, chunks: u64, taken: u64) {
