@@ -240,7 +240,7 @@ def test_torchrun_on_two_nodes_saves_and_three_ranks_go_on_from_a_fresh_one(fold
     out, err = loading.communicate(timeout=240)
     assert loading.returncode == 0, out + err
     # Ranks write to one pipe: lines may be pieces of several.
-    assert [out.count(f"{rank} of 3 done") for rank in range(3)] == [1, 1, 1]
+    assert [out.count(f"load {rank} of 3 done") for rank in range(3)] == [1, 1, 1]
 
 
 def test_ray_reads_and_trains_on_the_nodes_that_have_the_data(tmp_path):

@@ -47,7 +47,17 @@ fn a_chunk_that_is_used_and_emptied_again_before_a_checkpoint_is_not_given_to_da
     links.iter().for_each(|name| unlink(&fs, name));
     fs.volume().checkpoint().unwrap();
 
-    // Data wherever data can be.
+    let (ino, len) = fill_with_data(&fs);
+    fs.volume().checkpoint().unwrap();
+    assert!(fs.read(ino, 0, len as usize).unwrap().iter().all(|byte| *byte == 7), "a node was written over data");
+    fs.close().unwrap();
+    let fs = open(&device).unwrap();
+    assert_sound(&fs, "after reuse");
+    assert!(fs.read(ino, 0, len as usize).unwrap().iter().all(|byte| *byte == 7), "a node was written over data");
+}
+
+/// Writes data wherever data can be. Returns the inode and length of the file with it.
+fn fill_with_data(fs: &Arc<Filesystem>) -> (u64, u64) {
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     let ino = fs.wait(|| fs.create(&WHO, ROOT, b"data", &new)).unwrap().ino;
     let mut len = 0u64;
@@ -55,12 +65,7 @@ fn a_chunk_that_is_used_and_emptied_again_before_a_checkpoint_is_not_given_to_da
         len += 65536;
     }
     fs.sync_file(ino).unwrap();
-    fs.volume().checkpoint().unwrap();
-    assert!(fs.read(ino, 0, len as usize).unwrap().iter().all(|byte| *byte == 7), "a node was written over data");
-    fs.close().unwrap();
-    let fs = open(&device).unwrap();
-    assert_sound(&fs, "after reuse");
-    assert!(fs.read(ino, 0, len as usize).unwrap().iter().all(|byte| *byte == 7), "a node was written over data");
+    (ino, len)
 }
 
 /// A volume whose chunk of nodes was emptied, given back, and filled with data, all since a
@@ -94,14 +99,8 @@ fn nodes_that_became_data() -> (Image, Image, (u64, u64)) {
     fs.commit().unwrap();
     fs.volume().checkpoint().unwrap();
     assert_eq!(fs.usage().free, free, "no chunk was given back");
-    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
-    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"data", &new)).unwrap().ino;
-    let mut len = 0u64;
-    while fs.wait(|| fs.write(ino, len, &[7; 65536], NOW)).is_ok() {
-        len += 65536;
-    }
-    fs.sync_file(ino).unwrap();
-    (earlier, memory.snapshot(), (ino, len))
+    let data = fill_with_data(&fs);
+    (earlier, memory.snapshot(), data)
 }
 
 /// Repairs the volume, or mounts it as it is: the data is what was written.
