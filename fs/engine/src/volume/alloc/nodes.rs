@@ -143,7 +143,21 @@ mod tests {
     use super::super::bitmaps::tests::LOOKED_AT;
     use super::*;
     use crate::error::FsError;
+    use crate::volume::Promised;
     use crate::volume::format::tests::volume;
+
+    #[test]
+    fn names_wait_for_nodes_that_writes_in_flight_give_back() {
+        let volume = volume(256 << 20);
+        volume.meta.write().state.free_chunks = 0;
+        let free = volume.wait(|| volume.begin()?.free_nodes()).unwrap();
+        let promised = Promised { blocks: 0, parts: (free - NODES_LEFT + 1) * NODE_PARTS };
+        volume.meta.write().promised = promised;
+        let room = || volume.begin().unwrap().room_for_names();
+        assert!(matches!(room(), Err(Fail::Stall(Stall::Nodes))));
+        volume.forget_promise(promised);
+        assert!(room().is_ok());
+    }
 
     #[test]
     fn whether_names_have_room_is_known_without_looking_at_all_groups() {
