@@ -288,8 +288,13 @@ impl Drop for Mounted {
     }
 }
 
-/// The most memory that a process has had so far, in bytes; `None` when it is gone.
+/// The most memory that a process has had so far, in bytes; `None` when it is gone, or is not
+/// executed yet: until then it has the memory of this process.
 pub fn peak_memory(process: Pid) -> Option<u64> {
+    let program = std::fs::read_link(format!("/proc/{}/exe", process.as_raw_nonzero())).ok()?;
+    if program == std::env::current_exe().ok()? {
+        return None;
+    }
     let status = std::fs::read_to_string(format!("/proc/{}/status", process.as_raw_nonzero())).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
