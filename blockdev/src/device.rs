@@ -185,6 +185,12 @@ pub trait Queue: Send + Sync {
     /// Makes the call of [`Queue::complete`] that waits, or the next one that would, return.
     fn wake(&self);
 
+    /// Flushes by a system call of this thread, which waits for it. None where a flush is a request
+    /// like any other.
+    fn flush_here(&self) -> Option<Result<()>> {
+        None
+    }
+
     /// For a thread that waits for several queues, and collects with [`Wait::No`]: what it can
     /// sleep on. The descriptor can be read when there may be something to collect. None where the
     /// thread has to look again at once: something is there by now, or the queue is polled, or is

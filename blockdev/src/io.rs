@@ -20,6 +20,10 @@ use gpunvme_metrics::{Begun, Ended, Meter};
 
 use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 
+mod waiters;
+
+use waiters::Waiters;
+
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
 
@@ -41,7 +45,7 @@ pub struct Io {
 enum Mode {
     Inline(Mutex<Box<dyn Queue>>),
     Stepped { choose: Box<Choose>, in_flight: Mutex<Vec<Stepped>> },
-    Threaded { workers: Vec<Arc<QueueWorker>>, reapers: Vec<JoinHandle<()>> },
+    Threaded { workers: Vec<Arc<QueueWorker>>, reapers: Vec<JoinHandle<()>>, waiters: Waiters },
 }
 
 /// A batch in flight, with a queue of its own, so that it completes when it is asked to.
@@ -215,7 +219,8 @@ impl Io {
     /// Opens `queues` queues, each with a thread that collects its completions and calls the
     /// `done` of batches. The number is raised to 1, and lowered to
     /// [`crate::Geometry::max_queues`] less one that is left for [`Io::own_queue`]. A thread that
-    /// submits keeps to one queue.
+    /// submits keeps to one queue. Of further queues that the device has, threads that wait in
+    /// [`Io::run`] are lent some.
     ///
     /// A `done` that panics aborts the process: the batches behind it would never end.
     ///
@@ -229,7 +234,8 @@ impl Io {
             workers.push(Arc::new(QueueWorker::new(device.open_queue()?, &meter)));
         }
         // Built before the threads: should one fail to start, dropping it stops those that did.
-        let mode = Mode::Threaded { workers: workers.clone(), reapers: Vec::with_capacity(queues) };
+        let waiters = Waiters::new(&*device, queues);
+        let mode = Mode::Threaded { workers: workers.clone(), reapers: Vec::with_capacity(queues), waiters };
         let mut io = Io { device, mode, meter };
         for (number, worker) in workers.into_iter().enumerate() {
             let reaper =
@@ -383,11 +389,71 @@ impl Io {
     /// On a reaper thread, which means inside a `done`, and on one with an [`OwnQueue`]: it would
     /// wait for itself.
     pub fn run(&self, batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>) -> Result<()> {
-        assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch, or by a thread with a queue of its own");
+        let batch = batch.into_iter();
+        if let Some(waiters) = self.waiters()
+            && let Some(queue) = waiters.lend(&*self.device)
+        {
+            return self.run_on(waiters, queue, batch.collect());
+        }
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(batch, move |result| {
             let _ = sender.send(result); // the receiver waits below
         });
+        self.receive(&receiver)
+    }
+
+    /// As [`Io::submit`], and waits until `done` has returned, which may run on this thread.
+    ///
+    /// # Panics
+    /// As [`Io::run`].
+    pub fn run_then(
+        &self,
+        batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>,
+        done: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        let batch = batch.into_iter();
+        if let Some(waiters) = self.waiters()
+            && let Some(queue) = waiters.lend(&*self.device)
+        {
+            let result = self.run_on(waiters, queue, batch.collect());
+            let _guard = AbortOnPanic;
+            return done(result);
+        }
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.submit(batch, move |result| {
+            done(result);
+            let _ = sender.send(()); // the receiver waits below
+        });
+        self.receive(&receiver);
+    }
+
+    /// The queues of threads that wait, where there are such; sees to it that this one may.
+    fn waiters(&self) -> Option<&Waiters> {
+        assert!(!IS_REAPER.get(), "Io::run called from the completion of a batch, or by a thread with a queue of its own");
+        match &self.mode {
+            Mode::Threaded { waiters, .. } => Some(waiters),
+            Mode::Inline(_) | Mode::Stepped { .. } => None,
+        }
+    }
+
+    /// Runs a batch on a queue that was lent to this thread, and gives the queue back.
+    fn run_on(&self, waiters: &Waiters, queue: Box<dyn Queue>, batch: Vec<Request>) -> Result<()> {
+        let _guard = AbortOnPanic;
+        let Some(first) = batch.first() else {
+            waiters.take_back(queue);
+            return Ok(());
+        };
+        let (count, bytes) = (batch.len() as u64, batch.iter().map(|request| request.len).sum());
+        let begun = self.meter.begin(first.op.kind(), count);
+        let here = if let [Request { op: Op::Flush, .. }] = &batch[..] { queue.flush_here() } else { None };
+        let result = here.unwrap_or_else(|| run_inline(&*queue, batch));
+        self.meter.end(begun, Ended { count, bytes, failed: result.is_err() });
+        waiters.take_back(queue);
+        result
+    }
+
+    /// Waits for what the `done` of a batch in flight sends.
+    fn receive<T>(&self, receiver: &mpsc::Receiver<T>) -> T {
         while let Mode::Stepped { .. } = self.mode {
             match receiver.try_recv() {
                 Ok(result) => return result,
@@ -400,7 +466,7 @@ impl Io {
 
 impl Drop for Io {
     fn drop(&mut self) {
-        let Mode::Threaded { workers, reapers } = &mut self.mode else { return };
+        let Mode::Threaded { workers, reapers, .. } = &mut self.mode else { return };
         for worker in workers {
             worker.stopping.store(true, Ordering::Release);
             worker.queue.wake();

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::{Error, Io, Op, OpenMode, Region, Request, Wait, open};
+use gpunvme_blockdev::{BlockDevice, Error, Io, Op, OpenMode, Region, Request, Wait, open};
 use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Rule};
 use gpunvme_metrics::Ended;
 
@@ -288,4 +288,43 @@ fn a_thread_with_a_queue_of_its_own_ends_its_batches_itself() {
         assert_eq!(ended.try_recv().map(|(_, result)| result), Ok(Ok(())), "it waited");
         assert_eq!((read(&io, 0), read(&io, 512)), (Ok(7), Ok(0)), "as any other thread from then on");
     }
+}
+
+#[test]
+fn a_thread_that_waits_ends_its_batch_itself_where_the_device_has_queues_for_that() {
+    let few = open("sim:,memory=1M,io-queues=2", OpenMode::ReadWrite).expect("a device with two queues");
+    for (device, is_own) in [(faulty() as Arc<dyn BlockDevice>, true), (faulty_file(), true), (few, false)] {
+        let io = Io::threaded(device, 1).expect("io");
+        let (sender, ended) = mpsc::channel();
+        io.run_then(vec![write(512, 7)], move |result| {
+            sender.send((std::thread::current().id(), result)).expect("the test waits")
+        });
+        let (thread, result) = ended.try_recv().expect("it is over");
+        assert_eq!((thread == std::thread::current().id(), result), (is_own, Ok(())));
+        assert_eq!(read(&io, 512), Ok(7));
+        // More than there are queues, and flushes.
+        std::thread::scope(|scope| {
+            for number in 0..40 {
+                let io = &io;
+                scope.spawn(move || {
+                    io.run([write(1024 + 512 * number, number as u8)]).expect("a write");
+                    io.run([Request::flush()]).expect("a flush");
+                    assert_eq!(read(io, 1024 + 512 * number), Ok(number as u8));
+                });
+            }
+        });
+        let requests: u64 = (0..Op::KINDS).map(|kind| io.meter().read(kind).begun).sum();
+        assert_eq!((requests, io.in_flight()), (2 + 3 * 40, 0), "each is counted");
+    }
+}
+
+#[test]
+fn a_thread_that_waits_is_told_what_failed() {
+    let faulty = faulty_file();
+    let io = Io::threaded(faulty.clone(), 1).expect("io");
+    faulty.add(Rule::fail(On::Write, libc::EIO).within(512..1024));
+    let (sender, ended) = mpsc::channel();
+    io.run_then(vec![write(0, 7), write(512, 7)], move |result| sender.send(result).expect("the test waits"));
+    assert!(matches!(ended.try_recv(), Ok(Err(Error::Io { offset: 512, .. }))));
+    assert_eq!((read(&io, 0), read(&io, 512)), (Ok(7), Ok(0)), "and its queue serves the next");
 }

@@ -323,6 +323,12 @@ impl Queue for UringQueue {
         }
     }
 
+    /// An io_uring hands a flush to a thread of the kernel, which would wait for it instead.
+    fn flush_here(&self) -> Option<Result<()>> {
+        let flushed = rustix::fs::fdatasync(&self.target.file);
+        Some(flushed.map_err(|errno| self.error(&Request::flush(), errno.raw_os_error())))
+    }
+
     fn wake(&self) {
         if self.waking.swap(true, Ordering::AcqRel) {
             return;

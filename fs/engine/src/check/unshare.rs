@@ -2,7 +2,6 @@
 //! one pass over its extents, however many of its blocks are shared.
 
 use std::ops::ControlFlow;
-use std::sync::atomic::Ordering;
 
 use gpunvme_blockdev::{Region, Request, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -101,7 +100,7 @@ impl Mender<'_> {
             io.run(vec![Request::write(Geometry::byte(to.start + at), vec![span], false)])?;
         }
         // The commit that maps them flushes them first.
-        self.volume.data_written.store(true, Ordering::Release);
+        self.volume.unflushed.add();
         Ok(())
     }
 }

@@ -7,7 +7,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use gpunvme_abi::{Direction, Segment};
 use gpunvme_blockdev::Region;
@@ -272,7 +271,7 @@ impl Filesystem {
                 drop(flight);
                 return done(Err(WriteFailed::Device(Failed::new(error, &plan))));
             }
-            flight.fs.volume.data_written.store(true, Ordering::Release);
+            flight.fs.volume.unflushed.add();
             flight.guard = None;
             match flight.map() {
                 Ok(()) => {

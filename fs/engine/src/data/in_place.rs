@@ -8,7 +8,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use gpunvme_layout::Timestamp;
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -57,7 +56,7 @@ impl Filesystem {
     /// Ends a write that the device has. Returns whether the kernel may keep attributes of the file
     /// that are out of date now.
     pub fn end_in_place(&self, write: InPlaceWrite) -> bool {
-        self.volume.data_written.store(true, Ordering::Release);
+        self.volume.unflushed.add();
         let are_kept = write.file.state.lock().kernel.attributes.are_kept();
         drop(write);
         are_kept

@@ -24,6 +24,8 @@ use crate::volume::{Promised, Stamp};
 pub(super) const BATCH_PAGES: u64 = 512;
 /// Pages of one batch at the most: it keeps the list of its parts short.
 const BATCH_MAX: u64 = 2048;
+/// Bytes of a write that is worth no other thread.
+const SMALL: u64 = 128 << 10;
 
 /// A batch of writes in flight.
 struct Batch {
@@ -49,12 +51,33 @@ impl Filesystem {
         self.volume.has_device()?;
         while let Some((requests, batch)) = self.next_batch(file)? {
             let (fs, file) = (self.clone(), file.clone());
-            self.volume.io.submit(requests, move |result| match result {
-                Ok(()) => fs.landed(&file, batch),
-                Err(error) => fs.lost(&file, batch, error.into()),
-            });
+            self.volume.io.submit(requests, move |result| fs.written(&file, batch, result));
         }
         Ok(())
+    }
+
+    /// As [`Filesystem::start_flush`], for a thread that will wait for what is written: a small first
+    /// batch it writes itself, which is often all. Further ones may be of others that go on writing.
+    fn start_flush_here(self: &Arc<Self>, file: &Arc<File>) -> Attempt<()> {
+        self.volume.has_device()?;
+        let Some((requests, batch)) = self.next_batch(file)? else { return Ok(()) };
+        let is_small = matches!(&requests[..], [request] if request.len <= SMALL);
+        let (fs, of) = (self.clone(), file.clone());
+        let written = move |result| fs.written(&of, batch, result);
+        if is_small {
+            self.volume.io.run_then(requests, written)
+        } else {
+            self.volume.io.submit(requests, written)
+        }
+        self.start_flush(file)
+    }
+
+    /// The device is done with a batch.
+    fn written(self: &Arc<Self>, file: &Arc<File>, batch: Batch, result: gpunvme_blockdev::Result<()>) {
+        match result {
+            Ok(()) => self.landed(file, batch),
+            Err(error) => self.lost(file, batch, error.into()),
+        }
     }
 
     fn next_batch(&self, file: &File) -> Attempt<Option<(Vec<Request>, Batch)>> {
@@ -110,7 +133,7 @@ impl Filesystem {
 
     /// The data of a batch is on the device: maps it.
     fn landed(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch) {
-        self.volume.data_written.store(true, Ordering::Release);
+        self.volume.unflushed.add();
         // Mapping may wait for freed blocks, and must not hold them back itself.
         batch.guard = None;
         match self.map_batch(file, &mut batch) {
@@ -241,7 +264,7 @@ impl Filesystem {
         // Twice: what has to wait for something that is on its way can only go when that has
         // landed.
         for _ in 0..2 {
-            self.wait_for_space(|| self.start_flush(file))?;
+            self.wait_for_space(|| self.start_flush_here(file))?;
             let mut state = file.state.lock();
             let last = state.in_flight.writes.begun();
             self.wait_until(file, &mut state, |state| state.in_flight.writes.are_over(last));

@@ -46,6 +46,7 @@ mod run;
 pub(crate) mod space_waits;
 pub(crate) mod tree;
 mod undo;
+mod unflushed;
 mod versions;
 pub(crate) mod xattr;
 

@@ -14,13 +14,14 @@ use super::cache::CacheUse;
 use super::epoch::Epochs;
 use super::io::{check_block, read_blocks, read_scattered, read_superblock};
 use super::journal::recovery::{self, Recovered};
-use super::journal::{Anchors, Journal};
+use super::journal::{Anchors, GroupCommit, Journal};
 use super::lock::MetaLock;
 use super::meta::Meta;
 use super::op::Op;
 use super::run::Run;
 use super::space_waits::{SpaceWaits, Waiting};
 use super::tree;
+use super::unflushed::Unflushed;
 use super::versions::Versions;
 use crate::error::{Attempt, Fail, FsError, Stall};
 
@@ -87,13 +88,14 @@ pub struct Volume {
     pub(super) growth: Mutex<()>,
     /// The next commit checks whether the volume on the device is still this mount's.
     pub(super) look_again: AtomicBool,
+    pub(super) group: GroupCommit,
     /// Sequence of the last durable transaction.
     pub(super) durable: AtomicU64,
     pub(crate) epochs: Arc<Epochs>,
     /// Of the mappings of files.
     pub(crate) versions: Arc<Versions>,
-    /// Data was written since the device was last flushed.
-    pub(crate) data_written: AtomicBool,
+    /// Data that the device has, and may lose with power.
+    pub(crate) unflushed: Unflushed,
     /// The error that stopped all writing.
     pub(super) failed: OnceLock<FsError>,
     /// Whether freed blocks go to `discards` before they are used again.
@@ -177,9 +179,10 @@ impl Volume {
             journal: Mutex::new(recovered.journal),
             growth: Mutex::default(),
             look_again: AtomicBool::new(true),
+            group: GroupCommit::default(),
             durable: AtomicU64::new(recovered.sequence - 1),
             epochs: Arc::default(),
-            data_written: AtomicBool::new(false),
+            unflushed: Unflushed::default(),
             failed: OnceLock::new(),
             discard: false,
             discards: Mutex::default(),

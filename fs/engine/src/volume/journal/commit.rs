@@ -9,6 +9,7 @@ use gpunvme_layout::geometry::STATE;
 use gpunvme_layout::{Block, Geometry, journal};
 use parking_lot::{Mutex, MutexGuard};
 
+use super::group::{Goal, Leader};
 use super::ring::{Journal, ring_parts};
 use crate::error::FsError;
 use crate::volume::meta::Meta;
@@ -34,22 +35,31 @@ impl Volume {
         if self.read_only {
             return Ok(());
         }
+        let written = self.unflushed.written();
         let wanted = {
             let meta = self.meta.read();
             if meta.running.is_empty() { meta.sequence - 1 } else { meta.sequence }
         };
+        let needed = Goal { sequence: wanted, written };
         loop {
+            self.writable()?;
+            let is_durable = self.durable.load(Ordering::Acquire) >= wanted;
+            if is_durable && self.is_flushed(written) {
+                return Ok(());
+            }
+            let Some(leader) = self.group.lead(&needed, || self.io.step()) else { continue };
             let mut journal = self.lock(&self.journal);
             self.writable()?;
             if self.durable.load(Ordering::Acquire) >= wanted {
-                return self.flush_data().map_err(|e| self.fail(e));
+                leader.set_goal(Goal { sequence: wanted, written: self.unflushed.written() });
+                return self.flush_data(written).map_err(|e| self.fail(e));
             }
-            let has_room = self.write_transaction(&mut journal).map_err(|e| self.fail(e))?;
+            let has_room = self.write_transaction(&mut journal, &leader).map_err(|e| self.fail(e))?;
             if has_room {
                 return Ok(());
             }
             let tail = journal.tail;
-            drop(journal);
+            drop((journal, leader));
             let mut anchors = self.lock(&self.anchors);
             // Of those that find no room, one makes it.
             if self.lock(&self.journal).tail == tail {
@@ -66,24 +76,31 @@ impl Volume {
         meta.running.len() > meta.transaction_max / 2
     }
 
-    /// Flushes the device when data was written since the last flush.
-    fn flush_data(&self) -> Result<(), FsError> {
-        let written = self.data_written.swap(false, Ordering::AcqRel);
-        if written && self.io.device().geometry().volatile_cache {
-            self.io.run(vec![Request::flush()])?;
+    /// Whether the first `written` writes of data are durable.
+    fn is_flushed(&self, written: u64) -> bool {
+        !self.io.device().geometry().volatile_cache || self.unflushed.is_flushed(written)
+    }
+
+    /// Makes the first `written` writes of data durable. Called with the journal locked.
+    fn flush_data(&self, written: u64) -> Result<(), FsError> {
+        if self.is_flushed(written) {
+            return Ok(());
         }
+        let covered = self.unflushed.written();
+        self.io.run([Request::flush()])?;
+        self.unflushed.flushed(covered);
         Ok(())
     }
 
     /// Writes the running transaction. Returns whether the journal has room for it.
-    fn write_transaction(&self, journal: &mut Journal) -> Result<bool, FsError> {
+    fn write_transaction(&self, journal: &mut Journal, leader: &Leader) -> Result<bool, FsError> {
         let geometry = self.superblock.geometry();
         self.look()?;
         let (sequence, homes, images) = {
             let mut meta = self.meta.write();
             if meta.running.is_empty() {
                 drop(meta);
-                self.flush_data()?;
+                self.flush_data(self.unflushed.written())?;
                 return Ok(true);
             }
             let blocks = journal::transaction_blocks(meta.running.len() as u64);
@@ -95,7 +112,9 @@ impl Volume {
             freeze(&mut meta, journal)
         };
         let blocks = journal::transaction_blocks(images.len() as u64);
-        self.flush_data()?;
+        let written = self.unflushed.written();
+        leader.set_goal(Goal { sequence, written });
+        self.flush_data(written)?;
         let descriptors = journal::encode_descriptors(&geometry, journal.head, sequence, &homes, &self.superblock.uuid);
         let region = journal_buffer(journal, blocks as usize * BLOCK_SIZE)?;
         let all = descriptors.iter().chain(images.iter().map(Arc::as_ref));
@@ -104,9 +123,10 @@ impl Volume {
         }
         self.write_ring(&geometry, journal.head, blocks, &region)?;
         journal.head += blocks;
-        self.durable.store(sequence, Ordering::Release);
         self.epochs.retire(std::mem::take(&mut journal.freed));
         self.reuse_freed();
+        // The last of it: who sees this waits for nothing else.
+        self.durable.store(sequence, Ordering::Release);
         Ok(true)
     }
 

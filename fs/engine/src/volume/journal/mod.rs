@@ -14,16 +14,18 @@
 //!
 //! A commit freezes the running transaction under the metadata lock (content is shared, and copied
 //! by the next operation that changes it), then writes it without holding that lock. Commits run
-//! one after another; callers that wait for the same one share it. A checkpoint writes home what
-//! was durable when it began, while further commits go on.
+//! one after another; callers that wait for the same one share it ([`group`]). A checkpoint writes
+//! home what was durable when it began, while further commits go on.
 
 pub(crate) mod anchors;
 mod checkpoint;
 mod commit;
 mod emptied;
+mod group;
 mod ownership;
 pub(crate) mod recovery;
 mod ring;
 
 pub(crate) use anchors::Anchors;
+pub(crate) use group::GroupCommit;
 pub(crate) use ring::Journal;
