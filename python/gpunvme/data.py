@@ -206,7 +206,8 @@ class Batches:
         loader: gives lists of :class:`Sample`: a DataLoader with ``collate_fn=list``, or anything iterable.
         device: where the memory of batches lies: ``"cuda:0"``, ``"cpu"``.
         ahead: batches that are read while one is in use. Each has memory of its own.
-        threads: that open files and read, for all batches together.
+        threads: that open files and read, for all batches together: native ones, which do not need the
+            interpreter.
         skip: batches that are left out of the first iteration, to go on in the middle of an epoch. They are
             not read.
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
@@ -266,9 +267,7 @@ class Batches:
                     batch.memory.record_stream(torch.cuda.current_stream(self._device))
                 yield batch
 
-    def _read(
-        self, samples: list[Sample], stream: "torch.cuda.Stream | None", reader: BatchReader
-    ) -> Batch:
+    def _read(self, samples: list[Sample], stream: "torch.cuda.Stream | None", reader: BatchReader) -> Batch:
         """Reads a batch: each file is opened once, and is one request."""
         by_path: dict[str, list[int]] = {}
         for at, sample in enumerate(samples):

@@ -104,7 +104,7 @@ impl Shared {
         Err(Error::Path { path: path.to_owned(), action: "read it: its batch was given up", errno: Errno::CANCELED })
     }
 
-    /// What there being no thread is for a file.
+    /// The error of a file for which there can be no thread.
     fn lost(path: PathBuf) -> impl FnOnce(Errno) -> Error {
         |errno| Error::Path { path, action: "start a thread that reads it", errno }
     }

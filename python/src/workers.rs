@@ -4,7 +4,6 @@
 use gpunvme::Result;
 use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
-use std::any::Any;
 use std::iter::Enumerate;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -99,9 +98,12 @@ struct State<T, R> {
     left: Enumerate<IntoIter<T>>,
     /// How many threads are at one now.
     at: usize,
-    /// What came of the others, with their numbers; or what the work panicked with.
-    done: Vec<(usize, std::result::Result<Result<R>, Box<dyn Any + Send>>)>,
+    /// What came of the others, with their numbers.
+    done: Vec<(usize, Came<R>)>,
 }
+
+/// What came of a thing, or what the work panicked with.
+type Came<R> = std::thread::Result<Result<R>>;
 
 impl<T, R, W: Fn(T) -> Result<R>> All<T, R, W> {
     /// Works until nothing is left to be begun.
@@ -127,7 +129,7 @@ impl<T, R, W: Fn(T) -> Result<R>> All<T, R, W> {
     }
 
     /// Waits until nothing is left, and no thread is at anything.
-    fn wait(&self) -> Vec<(usize, std::result::Result<Result<R>, Box<dyn Any + Send>>)> {
+    fn wait(&self) -> Vec<(usize, Came<R>)> {
         let mut state = self.state.lock();
         while state.at > 0 || state.left.len() > 0 {
             self.changed.wait(&mut state);
