@@ -11,6 +11,7 @@ from gpunvme._types import Array, ArrayStats, Caching, Info, Memory, Require, St
 
 __all__ = [
     "Attached",
+    "BatchReader",
     "Buffer",
     "Completions",
     "Extent",
@@ -19,6 +20,7 @@ __all__ = [
     "GpuRing",
     "LentMemory",
     "Mount",
+    "OpenFiles",
     "Pending",
     "Transfer",
 ]
@@ -54,6 +56,25 @@ class Extent:
     def device_offset(self) -> int: ...
     @property
     def unwritten(self) -> bool: ...
+
+@final
+class BatchReader:
+    def __new__(cls, threads: int) -> Self: ...
+    def open(self, paths: list[str]) -> OpenFiles: ...
+    def stop(self) -> None: ...
+
+@final
+class OpenFiles:
+    @property
+    def sizes(self) -> list[int]: ...
+    def read_into(
+        self, memory: Memory, parts: list[list[tuple[int, int, int]]], *, require: Require | None = None
+    ) -> list[int]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
 @final
 class Buffer:

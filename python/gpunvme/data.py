@@ -22,15 +22,14 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
-from gpunvme._file import File
-from gpunvme._file import open as open_file
+from gpunvme._native import BatchReader
 from gpunvme._types import Require
 
 __all__ = ["Batch", "Batches", "Files", "Records", "Sample", "Tars"]
@@ -207,7 +206,8 @@ class Batches:
         loader: gives lists of :class:`Sample`: a DataLoader with ``collate_fn=list``, or anything iterable.
         device: where the memory of batches lies: ``"cuda:0"``, ``"cpu"``.
         ahead: batches that are read while one is in use. Each has memory of its own.
-        threads: that open files and read, for all batches together.
+        threads: that open files and read, for all batches together: native ones, which do not need the
+            interpreter.
         skip: batches that are left out of the first iteration, to go on in the middle of an epoch. They are
             not read.
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
@@ -241,15 +241,21 @@ class Batches:
         planned = islice(iter(self._loader), skip, None)
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         in_flight: deque[Future[Batch]] = deque()
+        reader = BatchReader(self._threads)
+
+        def give_up() -> None:
+            reader.stop()
+            for batch in in_flight:
+                batch.cancel()
+
         with ExitStack() as ending:
-            readers = ending.enter_context(ThreadPoolExecutor(self._threads, "gpunvme-read"))
-            # Whole batches wait for their parts, which must not wait for a thread behind them.
+            # One for each batch that is read ahead, which waits for the reader's threads.
             leaders = ending.enter_context(ThreadPoolExecutor(self._ahead, "gpunvme-batch"))
-            ending.callback(lambda: [batch.cancel() for batch in in_flight])
+            ending.callback(give_up)
 
             def begin() -> None:
                 for samples in islice(planned, 1):
-                    in_flight.append(leaders.submit(self._read, list(samples), stream, readers))
+                    in_flight.append(leaders.submit(self._read, list(samples), stream, reader))
 
             for _ in range(self._ahead):
                 begin()
@@ -261,19 +267,14 @@ class Batches:
                     batch.memory.record_stream(torch.cuda.current_stream(self._device))
                 yield batch
 
-    def _read(
-        self, samples: list[Sample], stream: "torch.cuda.Stream | None", readers: ThreadPoolExecutor
-    ) -> Batch:
+    def _read(self, samples: list[Sample], stream: "torch.cuda.Stream | None", reader: BatchReader) -> Batch:
         """Reads a batch: each file is opened once, and is one request."""
         by_path: dict[str, list[int]] = {}
         for at, sample in enumerate(samples):
             by_path.setdefault(sample.path, []).append(at)
-        with ExitStack() as opened:
-            files = list(readers.map(_open, by_path))
-            for file, _ in files:
-                opened.enter_context(file)
+        with reader.open(list(by_path)) as files:
             lengths = [0] * len(samples)
-            for (_, whole), places in zip(files, by_path.values(), strict=True):
+            for whole, places in zip(files.sizes, by_path.values(), strict=True):
                 for at in places:
                     _, offset, length, _ = samples[at]
                     if offset > whole:
@@ -283,32 +284,18 @@ class Batches:
             for length in lengths:
                 starts.append(_aligned(end, length))
                 end = starts[-1] + length
-            if stream is None:
+            parts = [
+                [(starts[at], samples[at].offset, lengths[at]) for at in places if lengths[at]]
+                for places in by_path.values()
+            ]
+            # On a stream of its own, for whose kernels nothing has to wait.
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-            else:
-                # On a stream of its own, for whose kernels nothing has to wait.
-                with torch.cuda.stream(stream):
-                    memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-
-            def read(file: File, places: list[int]) -> None:
-                parts = [
-                    (memory[starts[at] : starts[at] + lengths[at]], samples[at].offset)
-                    for at in places
-                    if lengths[at]
-                ]
-                wanted = sum(lengths[at] for at in places)
-                if not parts:
-                    return
-                if stream is None:
-                    moved = file.read_into(parts, require=self._require).bytes
-                else:
-                    with torch.cuda.stream(stream):
-                        moved = file.read_into(parts, require=self._require).bytes
-                if moved < wanted:
-                    raise EOFError(f"{file.name}: the file ended {wanted - moved} bytes too early")
-
-            for _ in readers.map(read, [file for file, _ in files], by_path.values()):
-                pass
+                moved = files.read_into(memory, parts, require=self._require)
+        for path, of_file, arrived in zip(by_path, parts, moved, strict=True):
+            wanted = sum(length for _, _, length in of_file)
+            if arrived < wanted:
+                raise EOFError(f"{path}: the file ended {wanted - arrived} bytes too early")
         return Batch(samples, memory, list(zip(starts, lengths, strict=True)))
 
 
@@ -316,11 +303,6 @@ def _block(shard: str, offset: int) -> bytes:
     with open(shard, "rb") as file:
         file.seek(offset)
         return file.read(tarfile.BLOCKSIZE)
-
-
-def _open(path: str) -> tuple[File, int]:
-    file = open_file(path)
-    return file, file.size
 
 
 def _aligned(end: int, length: int) -> int:

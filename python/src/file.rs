@@ -34,9 +34,9 @@ type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// An open file. A file that a parent process opened is not closed in its child: what belongs to
 /// it there is of the parent's threads.
-struct Opened {
-    file: ManuallyDrop<Arc<gpunvme::File>>,
-    session: Arc<Session>,
+pub struct Opened {
+    pub file: ManuallyDrop<Arc<gpunvme::File>>,
+    pub session: Arc<Session>,
 }
 
 impl Drop for Opened {
@@ -49,7 +49,11 @@ impl Drop for Opened {
 }
 
 impl Opened {
-    fn open(path: &PathBuf, mode: &str) -> Result<Opened> {
+    /// Opens a file in a mode of [`File`].
+    ///
+    /// # Errors
+    /// Those of [`gpunvme::File::open`].
+    pub fn open(path: &PathBuf, mode: &str) -> Result<Opened> {
         let file = match mode {
             "r" => gpunvme::File::open(path)?,
             "r+" => {
@@ -67,22 +71,30 @@ impl Opened {
         Ok(Opened { file: ManuallyDrop::new(Arc::new(file)), session })
     }
 
-    /// Moves the segments of a request, and waits for it.
+    /// Moves segments, and waits for it.
     ///
     /// # Safety
-    /// The memory of the segments exists until this returns, and is the caller's.
-    unsafe fn perform(&self, direction: Direction, request: &Request, require: Require) -> Result<gpunvme::Transfer> {
-        wait_for(self.file.path(), &request.busy)?;
-        if !request.on_gpu {
+    /// The memory of the segments exists until this returns, and is the caller's: no stream uses it.
+    ///
+    /// # Errors
+    /// Those of [`host::transfer`], or of [`gpunvme::gpu::Transfers::read`].
+    pub unsafe fn perform(
+        &self,
+        direction: Direction,
+        on_gpu: bool,
+        segments: &[Segment],
+        require: Require,
+    ) -> Result<gpunvme::Transfer> {
+        if !on_gpu {
             // SAFETY: the caller vouches for the memory.
-            return unsafe { host::transfer(&self.session, &self.file, direction, &request.segments, require) };
+            return unsafe { host::transfer(&self.session, &self.file, direction, segments, require) };
         }
         let transfers = self.session.transfers()?.requiring(require);
         // SAFETY: the caller vouches for the memory.
         unsafe {
             match direction {
-                Direction::Read => transfers.read(&self.file, &request.segments),
-                Direction::Write => transfers.write(&self.file, &request.segments),
+                Direction::Read => transfers.read(&self.file, segments),
+                Direction::Write => transfers.write(&self.file, segments),
             }
         }
     }
@@ -212,9 +224,12 @@ impl File {
             let answer = begin(py, &opened, direction, request, demand)?;
             pending::wait(py, &answer)?
         } else {
-            // SAFETY: `request` keeps the memory until the call is over. That no other code uses
-            // it meanwhile is the rule of the Python call, as for every buffer of Python's.
-            let done = py.detach(|| unsafe { opened.perform(direction, &request, demand) });
+            let done = py.detach(|| {
+                wait_for(opened.file.path(), &request.busy)?;
+                // SAFETY: `request` keeps the memory until the call is over. That no other code
+                // uses it meanwhile is the rule of the Python call, as for every buffer of Python's.
+                unsafe { opened.perform(direction, request.on_gpu, &request.segments, demand) }
+            });
             done.map_err(|error| raised(py, &error))?
         };
         Ok(Py::new(py, Transfer::from(done))?.into_any())

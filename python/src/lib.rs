@@ -3,14 +3,16 @@
 //!
 //! `memory` finds the address behind an object, `file` makes requests of it, and `pending` holds
 //! what is in flight. Memory of a GPU goes to [`gpunvme::gpu`]; host memory to `host`. A `session`
-//! is what all files of a mount share in this process. `kernels` is for those that ask for files
-//! themselves.
+//! is what all files of a mount share in this process. `batch` opens and reads many files, in two
+//! calls. `kernels` is for those that ask for files themselves.
 //!
 //! It guards three rules. A thread that waits has let go of the interpreter. No thread of the
 //! library ever asks for the interpreter. And the objects behind memory that is in flight are
 //! kept until the transfer is over, whatever becomes of the caller.
 #![deny(unsafe_code)]
 
+#[allow(unsafe_code)]
+mod batch;
 #[allow(unsafe_code)]
 mod buffer;
 mod completions;
@@ -43,6 +45,8 @@ mod workers;
 /// without one (3.14t) stays without.
 #[pyo3::pymodule(gil_used = false)]
 mod _native {
+    #[pymodule_export]
+    use super::batch::{BatchReader, OpenFiles};
     #[pymodule_export]
     use super::buffer::{Buffer, LentMemory};
     #[pymodule_export]

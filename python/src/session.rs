@@ -21,6 +21,9 @@ use std::sync::{Arc, Weak};
 static KNOWN: Mutex<Vec<Weak<Session>>> = Mutex::new(Vec::new());
 const MOMENT: std::time::Duration = std::time::Duration::from_millis(10);
 
+/// How many threads serve requests of host memory that their callers do not wait for.
+const WORKERS: usize = 4;
+
 pub struct Session {
     /// The number of its filesystem (`st_dev`).
     filesystem: u64,
@@ -48,9 +51,8 @@ impl Session {
         };
         let (filesystem, process) = (stat.map_err(lost)?.st_dev, process::id());
         let is_it = |session: &Arc<Session>| session.filesystem == filesystem && session.process == process;
-        if let Some(known) = KNOWN.try_lock_for(MOMENT)
-            && let Some(session) = known.iter().filter_map(Weak::upgrade).find(is_it)
-        {
+        let known = || KNOWN.try_lock_for(MOMENT)?.iter().filter_map(Weak::upgrade).find(is_it);
+        if let Some(session) = known() {
             return Ok(session);
         }
         let mount = match file {
@@ -63,11 +65,16 @@ impl Session {
             path: path.to_owned(),
             transfers: Mutex::default(),
             staging: Staging::default(),
-            workers: Workers::default(),
+            workers: Workers::new(WORKERS, "gpunvme-host"),
             buffers: Mutex::default(),
         };
         let session = Arc::new(Session { filesystem, process, shared: ManuallyDrop::new(shared) });
-        if let Some(mut known) = KNOWN.try_lock_for(MOMENT) {
+        let mut known = KNOWN.try_lock_for(MOMENT);
+        if let Some(known) = &mut known {
+            // Threads that open the first files of a mount at once share one session.
+            if let Some(other) = known.iter().filter_map(Weak::upgrade).find(is_it) {
+                return Ok(other);
+            }
             known.retain(|session| session.strong_count() > 0);
             known.push(Arc::downgrade(&session));
         }

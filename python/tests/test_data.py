@@ -1,12 +1,16 @@
 """Data sets of samples, and batches of them, byte for byte beside ordinary reading."""
 
 import io
+import itertools
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 import tarfile
 import threading
+import time
 from pathlib import Path
 
 import numpy
@@ -17,6 +21,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from test_torch import DEVICE  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+import gpunvme  # noqa: E402
 from gpunvme import Error  # noqa: E402
 from gpunvme.data import Batches, Files, Records, Sample, Tars  # noqa: E402
 
@@ -197,21 +202,77 @@ def test_an_epoch_goes_on_where_it_was_left(files):
     assert len(list(rest)) == len(whole), "the next epoch is whole"
 
 
+def threads_of_readers():
+    """Names of the threads that read batches, of Python's and native ones."""
+
+    def name(thread):
+        try:
+            return (thread / "comm").read_text().strip()
+        except OSError:
+            return ""
+
+    names = [name(thread) for thread in Path("/proc/self/task").iterdir()]
+    names += [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("gpunvme-read", "gpunvme-batch"))]
+
+
+def readers_end():
+    """Whether those threads end in a while."""
+    end = time.monotonic() + 10
+    while threads_of_readers() and time.monotonic() < end:
+        time.sleep(0.05)
+    return not threads_of_readers()
+
+
 def test_leaving_in_the_middle_ends_the_threads_and_closes_the_files(files):
     paths, _ = files
     batches = Batches([[Sample(str(path))] for path in paths * 20], DEVICE, ahead=4)
     descriptors = len(os.listdir("/proc/self/fd"))
     for at, _ in enumerate(batches):
+        assert threads_of_readers()
         if at == 7:
             break
     del _
-    for _ in range(200):
-        if not any(thread.name.startswith("gpunvme-") for thread in threading.enumerate()):
-            break
-        threading.Event().wait(0.05)
-    else:
-        pytest.fail("threads go on")
+    assert readers_end()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 3
+
+
+def test_what_is_left_of_a_batch_is_not_read_when_the_iteration_is_given_up(files):
+    paths, _ = files
+    # Each by a path of its own, and so a file of its own.
+    many = [Sample(f"{paths[8].parent}/{'./' * at}{paths[8].name}") for at in range(1500)]
+    with gpunvme.Mount(paths[0]) as mount:
+        steps = iter(Batches([[Sample(str(paths[8]))], many], DEVICE))
+        before = mount.stats()["calls"]["read"]
+        next(steps)
+        steps.close()
+        assert mount.stats()["calls"]["read"] < before + len(many)
+    assert readers_end()
+
+
+def test_an_interrupt_ends_an_iteration_and_its_threads(files):
+    paths, _ = files
+    begun = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in Batches(itertools.repeat(list(Files(paths))), DEVICE):
+            pass
+    assert time.monotonic() - begun < 20
+    assert readers_end()
+
+
+def test_batches_of_more_files_than_descriptors_are_read(folder):
+    content = contents([1000] * 300)
+    paths = [folder / f"{at:03}" for at in range(len(content))]
+    for path, each in zip(paths, content, strict=True):
+        path.write_bytes(each)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        got = [read(batch) for batch in Batches([list(Files(paths))] * 3, DEVICE)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert got == [content] * 3
 
 
 def torchrun(folder, ranks, *options):
