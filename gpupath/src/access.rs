@@ -7,6 +7,7 @@
 //! was called on. The kernel answers all questions here from memory, so no request to this daemon
 //! itself comes of them, and a file of another filesystem cannot hold it up.
 
+use crate::calling_thread::start_of;
 use bitflags::bitflags;
 use gpunvme_abi::Reason;
 use rustix::fs::{AtFlags, Mode, OFlags, Statx, StatxFlags};
@@ -75,7 +76,7 @@ pub(crate) fn of_thread(thread: u32, number: i32, file: FileId) -> Result<Access
     }
     // The thread's process may have put another file in its place since. This is one text about one
     // open file, and it is of the same mount, so the number of its inode is one of this filesystem.
-    let text = std::fs::read_to_string(format!("{directory}/fdinfo/{number}")).map_err(|_| Reason::WrongDescriptor)?;
+    let text = start_of(&format!("{directory}/fdinfo/{number}")).map_err(|_| Reason::WrongDescriptor)?;
     let info = Info::parse(&text).ok_or(Reason::DescriptorHidden)?;
     if (info.mount, info.ino) != (seen.stx_mnt_id, file.ino) {
         return Err(Reason::WrongDescriptor);

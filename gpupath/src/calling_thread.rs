@@ -28,15 +28,22 @@ fn by_call(thread: u32) -> Option<u64> {
 
 /// The limit as `/proc/THREAD/limits` tells it; none where there is none.
 fn by_proc(thread: u32) -> Option<u64> {
-    // More than the first lines, of which it is the second.
+    // It is the second line.
+    parse(&start_of(&format!("/proc/{thread}/limits")).ok()?)
+}
+
+/// The first lines of a file of `/proc`, 1 KiB of them, in one call: a file whose length nobody
+/// tells takes many to be read whole.
+pub(crate) fn start_of(path: &str) -> std::io::Result<String> {
     let mut start = [0; 1024];
-    let len = File::open(format!("/proc/{thread}/limits")).and_then(|mut limits| limits.read(&mut start)).ok()?;
-    parse(&String::from_utf8_lossy(&start[..len]))
+    let len = File::open(path)?.read(&mut start)?;
+    Ok(String::from_utf8_lossy(&start[..len]).into_owned())
 }
 
 /// The process of a thread that waits for an answer; the thread itself where that cannot be asked.
 pub fn process_of(thread: u32) -> u32 {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+    // It is the fourth line.
+    let status = start_of(&format!("/proc/{thread}/status")).unwrap_or_default();
     let process = status.lines().find_map(|line| line.strip_prefix("Tgid:")).and_then(|id| id.trim().parse().ok());
     process.unwrap_or(thread)
 }
