@@ -56,8 +56,9 @@ impl Filesystem {
         Ok(())
     }
 
-    /// As [`Filesystem::start_flush`], for a thread that will wait for what is written: a small first
-    /// batch it writes itself, which is often all. Further ones may be of others that go on writing.
+    /// As [`Filesystem::start_flush`], for a thread that will wait for what is written: it writes a
+    /// small first batch itself, which is often all. Further ones may be of others that go on
+    /// writing.
     fn start_flush_here(self: &Arc<Self>, file: &Arc<File>) -> Attempt<()> {
         self.volume.has_device()?;
         let Some((requests, batch)) = self.next_batch(file)? else { return Ok(()) };
