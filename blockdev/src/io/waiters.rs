@@ -4,9 +4,11 @@
 //! Locks: `idle`, for moments, never while a queue is used.
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use gpunvme_metrics::{Ended, Meter};
 use parking_lot::Mutex;
 
-use crate::{BlockDevice, Queue};
+use super::{AbortOnPanic, run_inline};
+use crate::{BlockDevice, Op, Queue, Request, Result};
 
 /// Queues at the most: as many threads wait for the device at once, and are served best.
 const MOST: usize = 16;
@@ -43,8 +45,24 @@ impl Waiters {
         }
     }
 
+    /// Runs a batch on a queue that was lent, and takes the queue back. Returns the first error.
+    pub fn run(&self, queue: Box<dyn Queue>, meter: &Meter, batch: Vec<Request>) -> Result<()> {
+        let _guard = AbortOnPanic;
+        let Some(first) = batch.first() else {
+            self.take_back(queue);
+            return Ok(());
+        };
+        let (count, bytes) = (batch.len() as u64, batch.iter().map(|request| request.len).sum());
+        let begun = meter.begin(first.op.kind(), count);
+        let here = if let [Request { op: Op::Flush, .. }] = &batch[..] { queue.flush_here() } else { None };
+        let result = here.unwrap_or_else(|| run_inline(&*queue, batch));
+        meter.end(begun, Ended { count, bytes, failed: result.is_err() });
+        self.take_back(queue);
+        result
+    }
+
     /// Takes a queue back, on which nothing is in flight.
-    pub fn take_back(&self, queue: Box<dyn Queue>) {
+    fn take_back(&self, queue: Box<dyn Queue>) {
         self.idle.lock().push(queue);
     }
 }

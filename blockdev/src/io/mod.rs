@@ -393,7 +393,7 @@ impl Io {
         if let Some(waiters) = self.waiters()
             && let Some(queue) = waiters.lend(&*self.device)
         {
-            return self.run_on(waiters, queue, batch.collect());
+            return waiters.run(queue, &self.meter, batch.collect());
         }
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(batch, move |result| {
@@ -415,7 +415,7 @@ impl Io {
         if let Some(waiters) = self.waiters()
             && let Some(queue) = waiters.lend(&*self.device)
         {
-            let result = self.run_on(waiters, queue, batch.collect());
+            let result = waiters.run(queue, &self.meter, batch.collect());
             let _guard = AbortOnPanic;
             return done(result);
         }
@@ -434,22 +434,6 @@ impl Io {
             Mode::Threaded { waiters, .. } => Some(waiters),
             Mode::Inline(_) | Mode::Stepped { .. } => None,
         }
-    }
-
-    /// Runs a batch on a queue that was lent to this thread, and gives the queue back.
-    fn run_on(&self, waiters: &Waiters, queue: Box<dyn Queue>, batch: Vec<Request>) -> Result<()> {
-        let _guard = AbortOnPanic;
-        let Some(first) = batch.first() else {
-            waiters.take_back(queue);
-            return Ok(());
-        };
-        let (count, bytes) = (batch.len() as u64, batch.iter().map(|request| request.len).sum());
-        let begun = self.meter.begin(first.op.kind(), count);
-        let here = if let [Request { op: Op::Flush, .. }] = &batch[..] { queue.flush_here() } else { None };
-        let result = here.unwrap_or_else(|| run_inline(&*queue, batch));
-        self.meter.end(begun, Ended { count, bytes, failed: result.is_err() });
-        waiters.take_back(queue);
-        result
     }
 
     /// Waits for what the `done` of a batch in flight sends.
