@@ -325,7 +325,7 @@ impl Queue for UringQueue {
 
     /// An io_uring hands a flush to a thread of the kernel, which would wait for it instead.
     fn flush_here(&self) -> Option<Result<()>> {
-        let flushed = rustix::fs::fdatasync(&self.target.file);
+        let flushed = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(&self.target.file));
         Some(flushed.map_err(|errno| self.error(&Request::flush(), errno.raw_os_error())))
     }
 

@@ -20,8 +20,10 @@ use gpunvme_metrics::{Begun, Ended, Meter};
 
 use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 
+mod abort;
 mod waiters;
 
+use abort::AbortOnPanic;
 use waiters::Waiters;
 
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
@@ -92,6 +94,10 @@ thread_local! {
         NEXT.fetch_add(1, Ordering::Relaxed)
     };
     static IS_REAPER: Cell<bool> = const { Cell::new(false) };
+    /// Whether what this thread submitted may be in flight, without it waiting for that. The kernel
+    /// hands a result of io_uring to the thread that submitted, which must not block for long in a
+    /// call that no result interrupts.
+    static HAS_LEFT: Cell<bool> = const { Cell::new(false) };
     /// What this thread has submitted to its own queue, if it has one.
     static OWN: RefCell<Option<Unsubmitted>> = const { RefCell::new(None) };
 }
@@ -219,8 +225,8 @@ impl Io {
     /// Opens `queues` queues, each with a thread that collects its completions and calls the
     /// `done` of batches. The number is raised to 1, and lowered to
     /// [`crate::Geometry::max_queues`] less one that is left for [`Io::own_queue`]. A thread that
-    /// submits keeps to one queue. Of further queues that the device has, threads that wait in
-    /// [`Io::run`] are lent some.
+    /// submits keeps to one queue. Of further queues that the device has, some are opened, too,
+    /// and lent to threads that wait in [`Io::run`].
     ///
     /// A `done` that panics aborts the process: the batches behind it would never end.
     ///
@@ -234,7 +240,7 @@ impl Io {
             workers.push(Arc::new(QueueWorker::new(device.open_queue()?, &meter)));
         }
         // Built before the threads: should one fail to start, dropping it stops those that did.
-        let waiters = Waiters::new(&*device, queues);
+        let waiters = Waiters::open(&*device, queues);
         let mode = Mode::Threaded { workers: workers.clone(), reapers: Vec::with_capacity(queues), waiters };
         let mut io = Io { device, mode, meter };
         for (number, worker) in workers.into_iter().enumerate() {
@@ -310,7 +316,7 @@ impl Io {
     }
 
     /// The number of batches submitted whose `done` was not called yet, without those of
-    /// [`OwnQueue`]s.
+    /// [`OwnQueue`]s and of threads that wait on a queue that they were lent.
     pub fn in_flight(&self) -> usize {
         match &self.mode {
             Mode::Inline(_) => 0,
@@ -351,6 +357,7 @@ impl Io {
                 Err(error) => done(Err(error)),
             },
             Mode::Threaded { workers, .. } => {
+                HAS_LEFT.set(true);
                 let worker = SUBMITTER.with(|number| number % workers.len());
                 let mut requests = Vec::new();
                 workers[worker].begin(batch.into_iter(), Box::new(done), &mut requests);
@@ -391,9 +398,9 @@ impl Io {
     pub fn run(&self, batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>) -> Result<()> {
         let batch = batch.into_iter();
         if let Some(waiters) = self.waiters()
-            && let Some(queue) = waiters.lend(&*self.device)
+            && let Some(queue) = waiters.lend()
         {
-            return waiters.run(queue, &self.meter, batch.collect());
+            return waiters.run(queue, &self.meter, batch.collect(), self.may_block());
         }
         let (sender, receiver) = mpsc::sync_channel(1);
         self.submit(batch, move |result| {
@@ -413,10 +420,10 @@ impl Io {
     ) {
         let batch = batch.into_iter();
         if let Some(waiters) = self.waiters()
-            && let Some(queue) = waiters.lend(&*self.device)
+            && let Some(queue) = waiters.lend()
         {
-            let result = waiters.run(queue, &self.meter, batch.collect());
-            let _guard = AbortOnPanic;
+            let result = waiters.run(queue, &self.meter, batch.collect(), self.may_block());
+            let _guard = AbortOnPanic::new();
             return done(result);
         }
         let (sender, receiver) = mpsc::sync_channel(1);
@@ -436,12 +443,21 @@ impl Io {
         }
     }
 
-    /// Waits for what the `done` of a batch in flight sends.
+    /// Whether this thread may block although it has submitted: nothing of it is in flight.
+    fn may_block(&self) -> bool {
+        if HAS_LEFT.get() && self.in_flight() == 0 {
+            HAS_LEFT.set(false);
+        }
+        !HAS_LEFT.get()
+    }
+
+    /// Waits for what the `done` of a batch sends, which is in flight or runs on another thread.
     fn receive<T>(&self, receiver: &mpsc::Receiver<T>) -> T {
         while let Mode::Stepped { .. } = self.mode {
             match receiver.try_recv() {
                 Ok(result) => return result,
-                Err(_) => assert!(self.step(), "the batch is in flight"),
+                Err(_) if self.step() => {}
+                Err(_) => std::thread::yield_now(),
             }
         }
         receiver.recv().expect("every batch is completed")
@@ -515,7 +531,7 @@ impl QueueWorker {
 
     /// The reaper thread.
     fn reap(&self) {
-        let _guard = AbortOnPanic;
+        let _guard = AbortOnPanic::new();
         IS_REAPER.set(true);
         let mut reaped = Reaped::default();
         while !self.stopping.load(Ordering::Acquire) || self.in_flight.load(Ordering::Acquire) > 0 {
@@ -572,20 +588,5 @@ impl Batches {
         let batch = self.pending.remove(key);
         meter.end(batch.begun, Ended { count: batch.count, bytes: batch.bytes, failed: batch.error.is_some() });
         Some((batch.done, batch.error.map_or(Ok(()), Err)))
-    }
-}
-
-/// Aborts the process when a reaper panics: its batches would never complete, and threads that
-/// wait for them would hang.
-struct AbortOnPanic;
-
-impl Drop for AbortOnPanic {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            tracing::error!(
-                "panic on an I/O thread (message above): aborting, because the requests behind it would never complete"
-            );
-            std::process::abort();
-        }
     }
 }
