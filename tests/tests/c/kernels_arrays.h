@@ -125,7 +125,7 @@ static void array_sets(const char *root, const char *path)
 static void array_holds(const char *root, const char *path)
 {
 	/* Longer than a daemon takes to answer on a machine that has much to do. */
-	Site site(root, path, 32, 8192, 2000);
+	Site site(root, path, 32, 8192, 5000);
 	Array<unsigned> array(site, 4096, 4, 4 * 4096, true);
 	gpunvme::held<unsigned> all[4];
 	for (unsigned n = 0; n < 4; n++) {
