@@ -29,6 +29,9 @@ use waiters::Waiters;
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
 
+/// How long the `done` of a batch of [`Io::stepped`] may run on another thread.
+const STEPPED: Duration = Duration::from_secs(60);
+
 /// How long [`Io::give_time`] waits: several times as long as a device needs for a request.
 const MOMENT: Duration = Duration::from_millis(5);
 
@@ -457,7 +460,7 @@ impl Io {
             match receiver.try_recv() {
                 Ok(result) => return result,
                 Err(_) if self.step() => {}
-                Err(_) => std::thread::yield_now(),
+                Err(_) => return receiver.recv_timeout(STEPPED).expect("the batch is in flight, or its `done` runs"),
             }
         }
         receiver.recv().expect("every batch is completed")
