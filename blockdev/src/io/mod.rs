@@ -4,27 +4,29 @@
 //!
 //! Locks: a worker's `batches` is taken for moments only, never while the device is waited for or
 //! a `done` runs.
-use std::cell::{Cell, RefCell};
-use std::marker::PhantomData;
-use std::num::NonZero;
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
-use std::thread::{JoinHandle, Thread};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use slab::Slab;
 
-use gpunvme_metrics::{Begun, Ended, Meter};
+use gpunvme_metrics::Meter;
 
-use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
+use crate::{BlockDevice, Error, Op, Queue, Request, Result};
 
 mod abort;
+mod own_queue;
 mod waiters;
+mod worker;
+
+pub use own_queue::{OwnQueue, Waker};
 
 use abort::AbortOnPanic;
 use waiters::Waiters;
+use worker::{IS_REAPER, QueueWorker, drain, run_inline};
 
 type Done = Box<dyn FnOnce(Result<()>) + Send>;
 type Choose = dyn Fn(usize) -> usize + Send + Sync;
@@ -60,168 +62,16 @@ struct Stepped {
     done: Done,
 }
 
-/// A queue and the batches in flight on it. One thread collects its completions: a reaper, or the
-/// owner of an [`OwnQueue`].
-struct QueueWorker {
-    queue: Box<dyn Queue>,
-    batches: Mutex<Batches>,
-    /// Batches whose `done` was not called yet, and requests that are no batch's.
-    in_flight: AtomicUsize,
-    stopping: AtomicBool,
-    meter: Arc<Meter>,
-}
-
-/// Batches by the key that is the tag of their requests.
-#[derive(Default)]
-struct Batches {
-    pending: Slab<Batch>,
-    /// Batches without any request, for the reaper to call.
-    empty: Vec<Done>,
-}
-
-struct Batch {
-    /// Requests not completed yet.
-    remaining: usize,
-    error: Option<Error>,
-    done: Done,
-    /// When it began, for the meter; of what kind its first request is, all are as a rule.
-    begun: Begun,
-    count: u64,
-    bytes: u64,
-}
-
 thread_local! {
     /// Spreads threads over the workers; a thread keeps to one of them.
     static SUBMITTER: usize = {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         NEXT.fetch_add(1, Ordering::Relaxed)
     };
-    static IS_REAPER: Cell<bool> = const { Cell::new(false) };
     /// Whether what this thread submitted may be in flight, without it waiting for that. The kernel
     /// hands a result of io_uring to the thread that submitted, which must not block for long in a
     /// call that no result interrupts.
     static HAS_LEFT: Cell<bool> = const { Cell::new(false) };
-    /// What this thread has submitted to its own queue, if it has one.
-    static OWN: RefCell<Option<Unsubmitted>> = const { RefCell::new(None) };
-}
-
-/// Requests of a thread with an [`OwnQueue`], which [`OwnQueue::run`] will submit at once.
-struct Unsubmitted {
-    io: Arc<Io>,
-    worker: Arc<QueueWorker>,
-    requests: Vec<Request>,
-}
-
-/// A queue of one thread's own. What the thread submits to the [`Io`] is held back until it calls
-/// [`OwnQueue::run`], which gives all of it to the device at once and collects what is over,
-/// without any other thread. Requests whose ends the thread keeps track of by itself are given to
-/// [`OwnQueue::run`]. Dropping it waits for the batches in flight.
-pub struct OwnQueue {
-    /// None where the device has a single queue: then the reaper of that one does the work.
-    worker: Option<Arc<QueueWorker>>,
-    reaped: RefCell<Reaped>,
-    /// Belongs to its thread.
-    _thread: PhantomData<*const ()>,
-}
-
-/// Wakes the thread of an [`OwnQueue`]: the call of [`OwnQueue::run`] that waits, or the next one
-/// that would. It may be used from any thread.
-pub struct Waker {
-    worker: Option<Arc<QueueWorker>>,
-    thread: Thread,
-}
-
-impl Waker {
-    /// Wakes the thread.
-    pub fn wake(&self) {
-        match &self.worker {
-            Some(worker) => worker.queue.wake(),
-            None => self.thread.unpark(),
-        }
-    }
-}
-
-/// Marks the tags of requests that are no batch's.
-const NO_BATCH: u64 = 1 << 63;
-
-impl OwnQueue {
-    /// Whether [`OwnQueue::run`] takes requests: not where the device has a single queue.
-    pub fn takes_requests(&self) -> bool {
-        self.worker.is_some()
-    }
-
-    /// Counts `count` requests of a kind that are about to be given to [`OwnQueue::run`], as
-    /// [`Io::meter`] does. Their end is told by [`OwnQueue::end`].
-    ///
-    /// # Panics
-    /// Unless it [takes requests](OwnQueue::takes_requests).
-    pub fn begin(&self, op: Op, count: u64) -> Begun {
-        self.meter().begin(op.kind(), count)
-    }
-
-    /// Counts the end of requests that were counted together when they began.
-    ///
-    /// # Panics
-    /// As [`OwnQueue::begin`].
-    pub fn end(&self, begun: Begun, ended: Ended) {
-        self.meter().end(begun, ended);
-    }
-
-    fn meter(&self) -> &Meter {
-        &self.worker.as_ref().expect("it takes requests").meter
-    }
-
-    /// Submits `requests`, which is left empty, and what the thread has submitted to the [`Io`]
-    /// since the last call. Calls the `done` of batches that are over, on this thread, and appends
-    /// the ends of requests that were given to it to `ended`, under the tags that the caller chose,
-    /// below 2^63. Waits for the first completion as [`Queue::complete`] does. Returns how many
-    /// requests were over.
-    ///
-    /// # Panics
-    /// If the queue broke for good, or is given requests and does not
-    /// [take](OwnQueue::takes_requests) them.
-    pub fn run(&self, requests: &mut Vec<Request>, wait: Wait, ended: &mut Vec<Completion>) -> usize {
-        let Some(worker) = &self.worker else {
-            assert!(requests.is_empty(), "a single queue takes batches only");
-            match wait {
-                Wait::No => {}
-                Wait::Timeout(timeout) => std::thread::park_timeout(timeout),
-                Wait::Forever => std::thread::park(),
-            }
-            return 0;
-        };
-        if !requests.is_empty() {
-            worker.in_flight.fetch_add(requests.len(), Ordering::AcqRel);
-            requests.iter_mut().for_each(|request| request.tag |= NO_BATCH);
-        }
-        let mut of_batches = OWN.with_borrow_mut(|own| std::mem::take(&mut own.as_mut().expect("set with the queue").requests));
-        if !of_batches.is_empty() {
-            requests.append(&mut of_batches);
-        }
-        if !requests.is_empty() {
-            worker.queue.submit(requests);
-        }
-        // It keeps its memory.
-        OWN.with_borrow_mut(|own| own.as_mut().expect("set with the queue").requests = of_batches);
-        worker.collect(wait, &mut self.reaped.borrow_mut(), ended)
-    }
-
-    /// A handle for other threads to wake this one.
-    pub fn waker(&self) -> Waker {
-        Waker { worker: self.worker.clone(), thread: std::thread::current() }
-    }
-}
-
-impl Drop for OwnQueue {
-    fn drop(&mut self) {
-        if let Some(worker) = &self.worker {
-            while worker.in_flight.load(Ordering::Acquire) > 0 {
-                self.run(&mut Vec::new(), Wait::Forever, &mut Vec::new());
-            }
-            OWN.take();
-            IS_REAPER.set(false);
-        }
-    }
 }
 
 impl Io {
@@ -337,13 +187,8 @@ impl Io {
         batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>,
         done: impl FnOnce(Result<()>) + Send + 'static,
     ) {
-        let own = OWN.with_borrow_mut(|own| {
-            let own = own.as_mut().filter(|own| std::ptr::eq(&*own.io, self))?;
-            Some((own.worker.clone(), std::mem::take(&mut own.requests)))
-        });
-        if let Some((worker, mut requests)) = own {
-            worker.begin(batch.into_iter(), Box::new(done), &mut requests);
-            return OWN.with_borrow_mut(|own| own.as_mut().expect("looked at above").requests = requests);
+        if own_queue::is_of(self) {
+            return own_queue::hold_back(batch.into_iter(), Box::new(done));
         }
         match &self.mode {
             Mode::Inline(queue) => {
@@ -369,6 +214,28 @@ impl Io {
         }
     }
 
+    /// As [`Io::submit`], for a thread that may wait until the batch is over: where nothing else is
+    /// in flight, it does, and `done` runs on it. The device's answer then wakes this thread, and
+    /// not first others. Where more is in flight, a reaper that collects many at once costs less.
+    ///
+    /// # Panics
+    /// As [`Io::run`].
+    pub fn submit_or_run(
+        &self,
+        batch: impl IntoIterator<Item = Request, IntoIter: ExactSizeIterator>,
+        done: impl FnOnce(Result<()>) + Send + 'static,
+    ) {
+        if self.in_flight() == 0
+            && let Some(waiters) = self.waiters()
+            && let Some(queue) = waiters.lend()
+        {
+            let result = waiters.run(queue, &self.meter, batch.into_iter().collect(), self.may_block());
+            let _guard = AbortOnPanic::new();
+            return done(result);
+        }
+        self.submit(batch, done);
+    }
+
     /// Gives this thread a queue of its own, to which all that it submits goes from now on. On a
     /// device with a single queue it shares that.
     ///
@@ -378,16 +245,7 @@ impl Io {
     /// # Panics
     /// If the thread has one already.
     pub fn own_queue(self: &Arc<Io>) -> Result<OwnQueue> {
-        let worker = match self.device.geometry().max_queues {
-            1 => None,
-            _ => Some(Arc::new(QueueWorker::new(self.device.open_busy_queue(None)?, &self.meter))),
-        };
-        if let Some(worker) = &worker {
-            let own = Unsubmitted { io: self.clone(), worker: worker.clone(), requests: Vec::new() };
-            assert!(OWN.replace(Some(own)).is_none(), "a thread has one queue of its own");
-            IS_REAPER.set(true);
-        }
-        Ok(OwnQueue { worker, reaped: RefCell::default(), _thread: PhantomData })
+        OwnQueue::new(self)
     }
 
     /// Submits the batch and waits for it.
@@ -479,117 +337,5 @@ impl Drop for Io {
                 reaper.join().expect("a reaper that panics aborts the process");
             }
         }
-    }
-}
-
-/// Runs a batch on a queue that has no other user.
-fn run_inline(queue: &dyn Queue, mut batch: Vec<Request>) -> Result<()> {
-    let requests = batch.len();
-    queue.submit(&mut batch);
-    drain(queue, requests)
-}
-
-/// Waits for all that is in flight on a queue, `remaining` requests. Returns the first error.
-fn drain(queue: &dyn Queue, mut remaining: usize) -> Result<()> {
-    let mut result = Ok(());
-    let mut completions = Vec::new();
-    while remaining > 0 {
-        take_completions(queue, Wait::Forever, &mut completions);
-        remaining -= completions.len();
-        for completion in completions.drain(..) {
-            result = result.and(completion.result);
-        }
-    }
-    result
-}
-
-fn take_completions(queue: &dyn Queue, wait: Wait, completions: &mut Vec<Completion>) {
-    if let Err(error) = queue.complete(wait, completions) {
-        // Its requests may be in flight for ever: their callers could be told nothing true.
-        panic!("an I/O queue broke: {error}");
-    }
-}
-
-impl QueueWorker {
-    fn new(queue: Box<dyn Queue>, meter: &Arc<Meter>) -> QueueWorker {
-        let (in_flight, stopping) = (AtomicUsize::new(0), AtomicBool::new(false));
-        QueueWorker { queue, batches: Mutex::default(), in_flight, stopping, meter: meter.clone() }
-    }
-
-    /// Takes a batch in. What it appends to `requests` has to be submitted to the queue.
-    fn begin(&self, batch: impl ExactSizeIterator<Item = Request>, done: Done, requests: &mut Vec<Request>) {
-        self.in_flight.fetch_add(1, Ordering::AcqRel);
-        let Some(remaining) = NonZero::new(batch.len()) else {
-            self.batches.lock().empty.push(done);
-            return self.queue.wake();
-        };
-        let first = requests.len();
-        requests.extend(batch);
-        let (count, bytes) = (remaining.get() as u64, requests[first..].iter().map(|request| request.len).sum());
-        let begun = self.meter.begin(requests[first].op.kind(), count);
-        let batch = Batch { remaining: remaining.get(), error: None, done, begun, count, bytes };
-        let tag = self.batches.lock().pending.insert(batch);
-        requests[first..].iter_mut().for_each(|request| request.tag = tag as u64);
-    }
-
-    /// The reaper thread.
-    fn reap(&self) {
-        let _guard = AbortOnPanic::new();
-        IS_REAPER.set(true);
-        let mut reaped = Reaped::default();
-        while !self.stopping.load(Ordering::Acquire) || self.in_flight.load(Ordering::Acquire) > 0 {
-            self.collect(Wait::Forever, &mut reaped, &mut Vec::new());
-        }
-    }
-
-    /// Collects completions, calls the `done` of batches that are over, and appends completions
-    /// that are no batch's to `ended`. Returns how many requests were over.
-    fn collect(&self, wait: Wait, reaped: &mut Reaped, ended: &mut Vec<Completion>) -> usize {
-        let Reaped { completions, finished } = reaped;
-        take_completions(&*self.queue, wait, completions);
-        let count = completions.len();
-        {
-            let mut batches = self.batches.lock();
-            finished.extend(batches.empty.drain(..).map(|done| (done, Ok(()))));
-            let before = ended.len();
-            for completion in completions.drain(..) {
-                if completion.tag & NO_BATCH != 0 {
-                    ended.push(Completion { tag: completion.tag ^ NO_BATCH, ..completion });
-                } else {
-                    finished.extend(batches.complete(completion, &self.meter));
-                }
-            }
-            self.in_flight.fetch_sub(ended.len() - before, Ordering::AcqRel);
-        }
-        for (done, result) in finished.drain(..) {
-            self.in_flight.fetch_sub(1, Ordering::AcqRel);
-            done(result);
-        }
-        count
-    }
-}
-
-/// What one [`QueueWorker::collect`] works on, in vectors that keep their memory.
-#[derive(Default)]
-struct Reaped {
-    completions: Vec<Completion>,
-    finished: Vec<(Done, Result<()>)>,
-}
-
-impl Batches {
-    /// Counts a completion; gives the batch's `done` and result if it was the last.
-    fn complete(&mut self, completion: Completion, meter: &Meter) -> Option<(Done, Result<()>)> {
-        let key = completion.tag as usize;
-        let batch = &mut self.pending[key];
-        batch.remaining -= 1;
-        if let Err(error) = completion.result {
-            batch.error.get_or_insert(error);
-        }
-        if batch.remaining > 0 {
-            return None;
-        }
-        let batch = self.pending.remove(key);
-        meter.end(batch.begun, Ended { count: batch.count, bytes: batch.bytes, failed: batch.error.is_some() });
-        Some((batch.done, batch.error.map_or(Ok(()), Err)))
     }
 }

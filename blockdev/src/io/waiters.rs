@@ -6,7 +6,7 @@ use gpunvme_metrics::{Ended, Meter};
 use parking_lot::Mutex;
 
 use super::abort::AbortOnPanic;
-use super::run_inline;
+use super::worker::run_inline;
 use crate::{BlockDevice, Op, Queue, Request, Result};
 
 /// Queues at the most, of all members together: each costs descriptors, and some devices memory.

@@ -1,6 +1,7 @@
 //! A connection to the kernel: negotiated, then served by threads until it ends.
 
 use std::io;
+use std::num::NonZero;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -12,14 +13,16 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::destroy::{self, Destroyed};
-use crate::device::{Buffer, Device};
+use crate::device::{Buffer, Device, Received};
 use crate::handler::Handler;
 use crate::idle_loops::IdleLoops;
+use crate::messages::Messages;
 use crate::negotiation::{Answer, Negotiated, Wishes, negotiate};
 use crate::notifier::Notifier;
 use crate::reply::{Channel, Reply};
 use crate::request::{Decoder, Message};
 use crate::uring::Queues;
+use crate::wait_permit::Permits;
 use crate::wire::{InHeader, InitFlags, InitIn, OutHeader, opcode};
 
 /// What is said where io_uring is wished for and cannot be had.
@@ -123,7 +126,12 @@ impl Connection {
         let mut buffer = Buffer::new(0);
         loop {
             let gone = || io::Error::new(io::ErrorKind::NotConnected, "the mount has gone before it was served");
-            let (header, arguments) = split(device.receive(&mut buffer)?.ok_or_else(gone)?)?;
+            let len = match device.receive(&mut buffer)? {
+                Received::Message(len) => len,
+                Received::Nothing => continue,
+                Received::Ended => return Err(gone()),
+            };
+            let (header, arguments) = split(buffer.message(len))?;
             let asked = match InitIn::read_from_prefix(arguments) {
                 Ok((asked, _)) if header.opcode == opcode::INIT => asked,
                 _ => return Err(refuse(&device, &header, unexpected("a request came before the kernel's first"))),
@@ -170,6 +178,12 @@ impl Connection {
     /// The system has not got the descriptors or the threads. Loops that have begun go on until the
     /// connection ends, which its mount's end brings about.
     pub fn serve(self, handler: &Arc<impl Handler>, loops: usize) -> io::Result<Served> {
+        // No number of the system's: as if there was one.
+        let processors = thread::available_parallelism().map_or(1, NonZero::get);
+        self.serve_on(handler, loops, processors)
+    }
+
+    fn serve_on(self, handler: &Arc<impl Handler>, loops: usize, processors: usize) -> io::Result<Served> {
         let Connection { device, negotiated, queues } = self;
         let decoder = Decoder { setxattr_ext: negotiated.capabilities.contains(InitFlags::SETXATTR_EXT) };
         let (destroy, destroyed) = destroy::channel();
@@ -189,10 +203,14 @@ impl Connection {
             devices.push(device.another()?);
         }
         devices.push(device);
-        let idle_loops = IdleLoops::new(loops);
+        let (idle_loops, permits) = (IdleLoops::new(loops, processors), Permits::new(loops));
         let start = |(number, device)| {
             let (handler, idle_loops, destroy) = (handler.clone(), idle_loops.clone(), destroy.clone());
-            let serve = move || serve(&device, negotiated.max_write, decoder, idle_loops.as_ref(), &*handler, &destroy);
+            let permits = permits.clone();
+            let serve = move || {
+                permits.enter();
+                serve(&device, negotiated.max_write, decoder, &idle_loops, &*handler, &destroy)
+            };
             thread::Builder::new().name(format!("fuse-{number}")).spawn(serve)
         };
         threads.extend(devices.into_iter().enumerate().map(start).collect::<io::Result<Vec<_>>>()?);
@@ -239,15 +257,15 @@ fn serve(
     device: &Device,
     max_write: u32,
     decoder: Decoder,
-    idle_loops: Option<&Arc<IdleLoops>>,
+    idle_loops: &Arc<IdleLoops>,
     handler: &impl Handler,
     destroy: &Destroyed,
 ) -> io::Result<()> {
-    let mut buffer = Buffer::new(max_write);
+    let mut messages = Messages::new(device.clone(), max_write, idle_loops);
     let channel: Arc<dyn Channel> = Arc::new(device.clone());
-    while let Some(message) = device.receive(&mut buffer)? {
+    while let Some(message) = messages.next()? {
         let (header, arguments) = split(message)?;
-        let _busy = idle_loops.map(IdleLoops::busy);
+        let _busy = idle_loops.busy();
         let reply = || Reply::new(channel.clone(), &header);
         match decoder.decode(&header, arguments) {
             Ok(Message::Request(request)) => handler.request(request, reply()),

@@ -27,10 +27,25 @@ pub(crate) struct Device {
 /// What a message is read into.
 pub(crate) struct Buffer(Vec<u8>);
 
+/// What came of an attempt to take a message.
+pub(crate) enum Received {
+    /// A message of so many bytes.
+    Message(usize),
+    /// None yet.
+    Nothing,
+    /// None any more: the connection has ended.
+    Ended,
+}
+
 impl Buffer {
     /// For writes of at most `max_write` bytes. Memory is taken as it is used.
     pub fn new(max_write: u32) -> Buffer {
         Buffer(vec![0; HEADERS + max_write as usize])
+    }
+
+    /// A message of so many bytes.
+    pub fn message(&self, len: usize) -> &[u8] {
+        &self.0[..len]
     }
 }
 
@@ -46,19 +61,16 @@ impl Device {
         Ok(Device::new(other, &self.meter))
     }
 
-    /// Waits for a message; none when the connection has ended.
-    pub fn receive<'a>(&self, buffer: &'a mut Buffer) -> io::Result<Option<&'a [u8]>> {
-        let len = loop {
-            match rustix::io::read(&self.descriptor, &mut buffer.0[..]) {
-                Ok(len) => break len,
-                // The request was called off while it was read; a signal came.
-                Err(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
-                // Unmounted; aborted.
-                Err(Errno::NODEV | Errno::CONNABORTED) => return Ok(None),
-                Err(error) => return Err(error.into()),
-            }
-        };
-        Ok(Some(&buffer.0[..len]))
+    /// Takes a message, which it waits for if the descriptor does.
+    pub fn receive(&self, buffer: &mut Buffer) -> io::Result<Received> {
+        match rustix::io::read(&self.descriptor, &mut buffer.0[..]) {
+            Ok(len) => Ok(Received::Message(len)),
+            // The request was called off while it was read; a signal came.
+            Err(Errno::NOENT | Errno::INTR | Errno::AGAIN) => Ok(Received::Nothing),
+            // Unmounted; aborted.
+            Err(Errno::NODEV | Errno::CONNABORTED) => Ok(Received::Ended),
+            Err(error) => Err(error.into()),
+        }
     }
 
     pub fn descriptor(&self) -> &Arc<OwnedFd> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_abi::{Direction, Segment};
-use gpunvme_blockdev::Region;
+use gpunvme_blockdev::{Region, Request};
 use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::transfer::{self, Failed};
@@ -263,10 +263,25 @@ impl Filesystem {
     /// Writes from the buffer to the device. Calls `done` when the data is there and mapped into
     /// the file.
     pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
+        self.send_direct_write(write, done, |requests, end| self.volume.io.submit(requests, end));
+    }
+
+    /// As [`Filesystem::submit_direct_write`], by a thread that may wait for the device: it does
+    /// where nothing else is in flight, and may be the one that calls `done`.
+    pub fn run_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
+        self.send_direct_write(write, done, |requests, end| self.volume.io.submit_or_run(requests, end));
+    }
+
+    fn send_direct_write(
+        &self,
+        write: DirectWrite,
+        done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static,
+        send: impl FnOnce(Vec<Request>, Box<dyn FnOnce(gpunvme_blockdev::Result<()>) + Send>),
+    ) {
         let DirectWrite { mut plan, mut flight } = write;
         let in_place = flight.in_place && plan.edges.is_empty();
         let requests = std::mem::take(&mut plan.requests);
-        self.volume.io.submit(requests, move |result| {
+        let end = move |result: gpunvme_blockdev::Result<()>| {
             if let Err(error) = result {
                 drop(flight);
                 return done(Err(WriteFailed::Device(Failed::new(error, &plan))));
@@ -293,7 +308,8 @@ impl Filesystem {
                     }));
                 }
             }
-        });
+        };
+        send(requests, Box::new(end));
     }
 
     /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size

@@ -91,15 +91,31 @@ impl Filesystem {
     /// Reads from the device what the plan needs; `done` gets the bytes, from a thread that
     /// completes I/O when there was any.
     pub fn submit_read(&self, plan: ReadPlan, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
+        self.send_read(plan, done, |requests, end| self.volume.io.submit(requests, end));
+    }
+
+    /// As [`Filesystem::submit_read`], by a thread that may wait for the device: it does where
+    /// nothing else is in flight, and calls `done`.
+    pub fn run_read(&self, plan: ReadPlan, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
+        self.send_read(plan, done, |requests, end| self.volume.io.submit_or_run(requests, end));
+    }
+
+    fn send_read(
+        &self,
+        plan: ReadPlan,
+        done: impl FnOnce(Result<Read, FsError>) + Send + 'static,
+        send: impl FnOnce(Vec<Request>, Box<dyn FnOnce(gpunvme_blockdev::Result<()>) + Send>),
+    ) {
         let ReadPlan { buffer, range, requests, guard } = plan;
         let read = Read { buffer, range };
         if requests.is_empty() {
             return done(Ok(read));
         }
-        self.volume.io.submit(requests, move |result| {
+        let end = move |result: gpunvme_blockdev::Result<()>| {
             drop(guard);
             done(result.map(|()| read).map_err(FsError::from));
-        });
+        };
+        send(requests, Box::new(end));
     }
 
     /// Reads and waits.

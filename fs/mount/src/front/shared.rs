@@ -1,11 +1,12 @@
 //! State that the operations of one mount share, and how operations are tried: at once, and after a
-//! stall on a thread that may wait.
+//! stall on a thread that may wait, which a loop may be, too.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use gpunvme_engine::data::Filesystem;
 use gpunvme_engine::error::{Attempt, Fail, FsError};
+use gpunvme_fuse::may_wait;
 use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
@@ -73,12 +74,30 @@ impl Front {
             Ok(result) => done(self, subject, Ok(result)),
             Err(Fail::Error(error)) => done(self, subject, Err(error)),
             Err(Fail::Stall(_)) => {
+                if let Some(_may_wait) = may_wait() {
+                    let result = self.fs.wait(|| attempt(&self.fs, &subject));
+                    return done(self, subject, result);
+                }
                 let front = self.clone();
                 self.general.run_for(owner(&subject), move || {
                     let result = front.fs.wait(|| attempt(&front.fs, &subject));
                     done(&front, subject, result);
                 });
             }
+        }
+    }
+
+    /// As [`Front::wait`], for what is over as soon as a device has answered: here, where this
+    /// thread may wait.
+    pub(crate) fn wait_briefly<T>(
+        self: &Arc<Self>,
+        owner: Owner,
+        operation: impl FnOnce(&Arc<Filesystem>) -> Result<T, FsError> + Send + 'static,
+        done: impl FnOnce(Result<T, FsError>) + Send + 'static,
+    ) {
+        match may_wait() {
+            Some(_may_wait) => done(operation(&self.fs)),
+            None => self.wait(owner, operation, done),
         }
     }
 

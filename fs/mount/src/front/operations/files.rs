@@ -13,10 +13,12 @@ use crate::front::caller::{Caller, asker};
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use crate::front::write_request::WriteRequest;
+use gpunvme_engine::data::direct::{WriteFailed, Written};
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::data::{Filesystem, Read, system_time};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
 use gpunvme_engine::volume::SetAttributes;
+use gpunvme_fuse::may_wait;
 
 /// The most bytes that one call copies between files: the caller cannot be interrupted meanwhile,
 /// and calls again.
@@ -42,10 +44,16 @@ impl Front {
             owner,
             move |fs| fs.plan_read(ino, offset, len),
             move |front, plan| match plan {
-                Ok(plan) => front.fs.submit_read(plan, move |read| {
-                    done(read);
-                    drop(permit);
-                }),
+                Ok(plan) => {
+                    let end = move |read| {
+                        done(read);
+                        drop(permit);
+                    };
+                    match may_wait() {
+                        Some(_may_wait) => front.fs.run_read(plan, end),
+                        None => front.fs.submit_read(plan, end),
+                    }
+                }
                 Err(error) => done(Err(error)),
             },
         );
@@ -116,6 +124,11 @@ impl Front {
             Ok(place) => done(Ok(place)),
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
+                if !how.direct
+                    && let Some(_may_wait) = may_wait()
+                {
+                    return done(self.fs.wait(|| attempt(self, data)));
+                }
                 // The bytes lie in the transport's buffer, which its next request overwrites.
                 let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());
                 let front = self.clone();
@@ -158,7 +171,7 @@ impl Front {
         how: WriteRequest,
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
-        let permit = self.request_budget.take(data.len());
+        let (owner, permit) = (caller.owner(), self.request_budget.take(data.len()));
         // The bytes lie in the transport's buffer, which its next request overwrites.
         let mut buffer = match self.fs.buffers().get(data.len()) {
             Ok(buffer) => buffer,
@@ -169,7 +182,7 @@ impl Front {
         let segment = Segment { file_offset: how.offset, buffer_offset: memory.offset as u64, len: memory.len as u64 };
         let stripper = how.strip.then(|| self.clone());
         self.attempt(
-            caller.owner(),
+            owner,
             move |fs| {
                 if let Some(front) = &stripper {
                     front.strip(&caller, ino)?;
@@ -181,13 +194,23 @@ impl Front {
                     // A device needs no more of memory than a block does.
                     assert!(planned.plan.edges.is_empty(), "whole blocks have no edges");
                     let front_then = front.clone();
-                    front.fs.submit_direct_write(planned, move |written| {
+                    let end = move |written: Result<Written, WriteFailed>| {
                         drop((buffer, permit));
-                        if written.is_ok() {
-                            front_then.take_attributes_back(ino);
+                        let is_kept = written.is_ok() && front_then.fs.are_attributes_kept(ino);
+                        let written = written.map(drop).map_err(FsError::from);
+                        if !is_kept {
+                            return done(written);
                         }
-                        done(written.map(drop).map_err(FsError::from));
-                    });
+                        let front = front_then.clone();
+                        front_then.invalidations.run_for(owner, move || {
+                            front.take_attributes_back(ino);
+                            done(written);
+                        });
+                    };
+                    match may_wait() {
+                        Some(_may_wait) => front.fs.run_direct_write(planned, end),
+                        None => front.fs.submit_direct_write(planned, end),
+                    }
                 }
                 Err(error) => done(Err(error)),
             },
@@ -209,14 +232,14 @@ impl Front {
 
     /// Makes a file durable for the owner's process.
     pub fn sync(self: &Arc<Self>, owner: Owner, ino: u64, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
-        self.wait(owner, move |fs| fs.sync_for(ino, || asker(owner.process)), done);
+        self.wait_briefly(owner, move |fs| fs.sync_for(ino, || asker(owner.process)), done);
     }
 
     /// Makes all operations on names durable. On a mount that has become read-only nothing changes
     /// after it.
     pub fn sync_names(self: &Arc<Self>, owner: Owner, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
         let front = self.clone();
-        let commit = move || front.wait(owner, |fs| fs.commit(), done);
+        let commit = move || front.wait_briefly(owner, |fs| fs.commit(), done);
         if self.mount_state.is_read_only() { self.mount_state.after_unseen_writes(commit) } else { commit() }
     }
 
