@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use gpunvme_abi::{Direction, Segment};
-use gpunvme_blockdev::{Region, Request};
+use gpunvme_blockdev::Region;
 use gpunvme_gpupath::planner::{self, Alignment, Bounds, Extent, Plan, Position};
 use gpunvme_gpupath::registry::Buffer;
 use gpunvme_gpupath::transfer::{self, Failed};
@@ -263,20 +263,20 @@ impl Filesystem {
     /// Writes from the buffer to the device. Calls `done` when the data is there and mapped into
     /// the file.
     pub fn submit_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
-        self.send_direct_write(write, done, |requests, end| self.volume.io.submit(requests, end));
+        self.send_direct_write(write, false, done);
     }
 
     /// As [`Filesystem::submit_direct_write`], by a thread that may wait for the device: it does
     /// where nothing else is in flight, and may be the one that calls `done`.
     pub fn run_direct_write(&self, write: DirectWrite, done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static) {
-        self.send_direct_write(write, done, |requests, end| self.volume.io.submit_or_run(requests, end));
+        self.send_direct_write(write, true, done);
     }
 
     fn send_direct_write(
         &self,
         write: DirectWrite,
+        may_wait: bool,
         done: impl FnOnce(Result<Written, WriteFailed>) + Send + 'static,
-        send: impl FnOnce(Vec<Request>, Box<dyn FnOnce(gpunvme_blockdev::Result<()>) + Send>),
     ) {
         let DirectWrite { mut plan, mut flight } = write;
         let in_place = flight.in_place && plan.edges.is_empty();
@@ -309,7 +309,7 @@ impl Filesystem {
                 }
             }
         };
-        send(requests, Box::new(end));
+        if may_wait { self.volume.io.submit_or_run(requests, end) } else { self.volume.io.submit(requests, end) }
     }
 
     /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size

@@ -91,21 +91,16 @@ impl Filesystem {
     /// Reads from the device what the plan needs; `done` gets the bytes, from a thread that
     /// completes I/O when there was any.
     pub fn submit_read(&self, plan: ReadPlan, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
-        self.send_read(plan, done, |requests, end| self.volume.io.submit(requests, end));
+        self.send_read(plan, false, done);
     }
 
     /// As [`Filesystem::submit_read`], by a thread that may wait for the device: it does where
     /// nothing else is in flight, and calls `done`.
     pub fn run_read(&self, plan: ReadPlan, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
-        self.send_read(plan, done, |requests, end| self.volume.io.submit_or_run(requests, end));
+        self.send_read(plan, true, done);
     }
 
-    fn send_read(
-        &self,
-        plan: ReadPlan,
-        done: impl FnOnce(Result<Read, FsError>) + Send + 'static,
-        send: impl FnOnce(Vec<Request>, Box<dyn FnOnce(gpunvme_blockdev::Result<()>) + Send>),
-    ) {
+    fn send_read(&self, plan: ReadPlan, may_wait: bool, done: impl FnOnce(Result<Read, FsError>) + Send + 'static) {
         let ReadPlan { buffer, range, requests, guard } = plan;
         let read = Read { buffer, range };
         if requests.is_empty() {
@@ -115,7 +110,7 @@ impl Filesystem {
             drop(guard);
             done(result.map(|()| read).map_err(FsError::from));
         };
-        send(requests, Box::new(end));
+        if may_wait { self.volume.io.submit_or_run(requests, end) } else { self.volume.io.submit(requests, end) }
     }
 
     /// Reads and waits.
