@@ -19,6 +19,7 @@ use crate::idle_loops::IdleLoops;
 use crate::messages::Messages;
 use crate::negotiation::{Answer, Negotiated, Wishes, negotiate};
 use crate::notifier::Notifier;
+use crate::pace::Pace;
 use crate::reply::{Channel, Reply};
 use crate::request::{Decoder, Message};
 use crate::uring::Queues;
@@ -203,13 +204,15 @@ impl Connection {
             devices.push(device.another()?);
         }
         devices.push(device);
-        let (idle_loops, permits) = (IdleLoops::new(loops, processors), Permits::new(loops));
-        let start = |(number, device)| {
+        let (idle_loops, permits) = (IdleLoops::new(loops), Permits::new(loops));
+        let pace = Arc::new(Pace::new(processors));
+        let start = |(number, device): (usize, Device)| {
             let (handler, idle_loops, destroy) = (handler.clone(), idle_loops.clone(), destroy.clone());
-            let permits = permits.clone();
+            let (permits, pace) = (permits.clone(), pace.clone());
             let serve = move || {
                 permits.enter();
-                serve(&device, negotiated.max_write, decoder, &idle_loops, &*handler, &destroy)
+                let messages = Messages::new(device.clone(), negotiated.max_write, pace);
+                serve(&device, messages, decoder, &idle_loops, &*handler, &destroy)
             };
             thread::Builder::new().name(format!("fuse-{number}")).spawn(serve)
         };
@@ -255,13 +258,12 @@ impl LastRequest {
 /// One loop.
 fn serve(
     device: &Device,
-    max_write: u32,
+    mut messages: Messages,
     decoder: Decoder,
     idle_loops: &Arc<IdleLoops>,
     handler: &impl Handler,
     destroy: &Destroyed,
 ) -> io::Result<()> {
-    let mut messages = Messages::new(device.clone(), max_write, idle_loops);
     let channel: Arc<dyn Channel> = Arc::new(device.clone());
     while let Some(message) = messages.next()? {
         let (header, arguments) = split(message)?;
@@ -285,6 +287,7 @@ fn serve(
                 reply().error(Errno::IO.raw_os_error());
             }
         }
+        messages.served();
     }
     Ok(())
 }

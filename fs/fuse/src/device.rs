@@ -61,6 +61,12 @@ impl Device {
         Ok(Device::new(other, &self.meter))
     }
 
+    /// Whether [`Device::receive`] waits for a message; it does where nothing else was said.
+    pub fn set_waiting(&self, waits: bool) -> io::Result<()> {
+        let flags = if waits { OFlags::RDWR } else { OFlags::RDWR | OFlags::NONBLOCK };
+        rustix::fs::fcntl_setfl(&self.descriptor, flags).map_err(io::Error::from)
+    }
+
     /// Takes a message, which it waits for if the descriptor does.
     pub fn receive(&self, buffer: &mut Buffer) -> io::Result<Received> {
         match rustix::io::read(&self.descriptor, &mut buffer.0[..]) {

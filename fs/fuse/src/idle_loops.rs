@@ -7,22 +7,15 @@
 //! itself. So a loop that has served its request stands aside while others wait for the next, and
 //! the last of the waiting loops calls one back when it gets a request.
 //!
-//! While requests follow each other [fast](Pace), the loops that wait look for the next one instead
-//! of sleeping, and are fewer.
-//!
 //! It guards that no request is left waiting while a loop stands aside: one is called whenever no
 //! loop is known to wait, and all are when one ends, which it does only because the mount has
 //! ended.
 
 use std::cell::{Cell, OnceCell};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
-
-use crate::pace::Pace;
-use crate::sleepers::{Sleeper, Sleepers};
 
 /// Loops that wait at the most before others stand aside. One is not enough: there are requests
 /// that their clients do not wait for, and the next one comes while they are served.
@@ -30,9 +23,7 @@ const WAITING: usize = 3;
 
 /// The loops of one mount.
 pub(crate) struct IdleLoops {
-    pace: Pace,
-    sleepers: Arc<Sleepers>,
-    /// Loops that wait at the most, where requests come slowly.
+    /// Loops that wait at the most.
     most: usize,
     /// Loops that wait, of those whose last request is known to be over. (Whether the others wait
     /// is unknown.)
@@ -64,51 +55,14 @@ thread_local! {
 }
 
 impl IdleLoops {
-    /// The loops of a mount with so many, on a machine with so many processors.
-    pub fn new(loops: usize, processors: usize) -> Arc<IdleLoops> {
+    /// The loops of a mount with so many.
+    pub fn new(loops: usize) -> Arc<IdleLoops> {
         Arc::new(IdleLoops {
-            pace: Pace::new(processors),
-            sleepers: Arc::default(),
             most: WAITING.min(loops),
             waiting: AtomicUsize::new(0),
             aside: Mutex::default(),
             called: Condvar::new(),
         })
-    }
-
-    /// The calling thread as a loop that may sleep, where loops look for requests at times.
-    pub fn sleeper(&self, descriptor: &Arc<OwnedFd>) -> Option<Sleeper> {
-        (self.pace.lookers() > 0).then(|| self.sleepers.register(descriptor))
-    }
-
-    /// Notes that a request has come to a loop.
-    pub fn request_came(&self, sleeper: Option<&Sleeper>) {
-        self.pace.request_came();
-        if self.pace.is_fast() {
-            // Itself first, without a signal.
-            sleeper.into_iter().for_each(Sleeper::wake);
-            self.sleepers.rouse();
-        }
-    }
-
-    /// Whether it is worth it for a loop to look for the next request.
-    pub fn is_next_near(&self) -> bool {
-        self.pace.is_next_near()
-    }
-
-    /// Stands aside if more loops wait than should. Returns whether it did.
-    pub fn make_room(self: &Arc<Self>) -> bool {
-        let is_crowded = self.waiting.load(Ordering::SeqCst) > self.most();
-        if is_crowded {
-            self.leave();
-            self.stand_aside();
-            self.wait();
-        }
-        is_crowded
-    }
-
-    fn most(&self) -> usize {
-        if self.pace.is_fast() { self.most.min(self.pace.lookers()) } else { self.most }
     }
 
     /// Notes that this thread, a loop, has a request. The loop drops the result when it is done
@@ -123,13 +77,6 @@ impl IdleLoops {
     fn leave(self: &Arc<Self>) {
         if self.waits(false) && self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call();
-        }
-    }
-
-    /// Notes that this thread, a loop, is one of those that wait.
-    fn wait(self: &Arc<Self>) {
-        if !self.waits(true) {
-            self.waiting.fetch_add(1, Ordering::SeqCst);
         }
     }
 
@@ -161,10 +108,11 @@ impl IdleLoops {
 
 impl Drop for BusyLoop<'_> {
     fn drop(&mut self) {
-        if self.0.waiting.load(Ordering::SeqCst) >= self.0.most() {
+        if self.0.waiting.load(Ordering::SeqCst) >= self.0.most {
             self.0.stand_aside();
         }
-        self.0.wait();
+        self.0.waits(true);
+        self.0.waiting.fetch_add(1, Ordering::SeqCst);
     }
 }
 
@@ -192,7 +140,7 @@ mod tests {
 
     impl Threads {
         fn new(count: usize) -> Threads {
-            let loops = IdleLoops::new(count, 1);
+            let loops = IdleLoops::new(count);
             let (report, done) = mpsc::channel();
             let loops = (0..count).map(|number| {
                 let (sender, receiver) = mpsc::channel::<()>();
@@ -245,7 +193,7 @@ mod tests {
 
     #[test]
     fn a_loop_that_does_not_say_when_it_is_done_does_not_count_as_one_that_waits() {
-        let loops = IdleLoops::new(8, 1);
+        let loops = IdleLoops::new(8);
         let barrier = Arc::new(std::sync::Barrier::new(WAITING));
         let at_forgets = |_| {
             let (loops, barrier) = (loops.clone(), barrier.clone());
@@ -285,7 +233,7 @@ mod tests {
     #[test]
     fn no_loop_is_left_aside_while_none_waits() {
         // Many threads in and out at once: each has to come to its end.
-        let loops = IdleLoops::new(8, 1);
+        let loops = IdleLoops::new(8);
         let threads: Vec<_> = (0..8)
             .map(|_| {
                 let loops = loops.clone();

@@ -22,7 +22,6 @@ mod notifier;
 mod pace;
 mod reply;
 mod request;
-mod sleepers;
 mod uring;
 mod wait_permit;
 pub mod wire;

@@ -1,12 +1,11 @@
-//! One loop's side of `/dev/fuse`: takes the kernel's messages one after the other, and sleeps, or
-//! looks for the next one.
+//! One loop's side of `/dev/fuse`: takes the kernel's messages one after the other, and sleeps for
+//! the next one, or looks for it.
 
 use std::io;
 use std::sync::Arc;
 
 use crate::device::{Buffer, Device, Received};
-use crate::idle_loops::IdleLoops;
-use crate::sleepers::Sleeper;
+use crate::pace::Pace;
 
 /// Spins between two looks at the device, each of which takes a lock that clients need, too.
 const SPINS: usize = 20;
@@ -15,38 +14,44 @@ const SPINS: usize = 20;
 pub(crate) struct Messages {
     device: Device,
     buffer: Buffer,
-    loops: Arc<IdleLoops>,
-    /// None where no loop ever looks.
-    sleeper: Option<Sleeper>,
+    pace: Arc<Pace>,
+    /// Whether the device does not wait for a message.
+    looks: bool,
 }
 
 impl Messages {
-    /// On the loop's thread, with a device that no other thread receives from.
-    pub fn new(device: Device, max_write: u32, loops: &Arc<IdleLoops>) -> Messages {
-        let sleeper = loops.sleeper(device.descriptor());
-        Messages { device, buffer: Buffer::new(max_write), loops: loops.clone(), sleeper }
+    /// Of a device that waits, from which no other thread receives.
+    pub fn new(device: Device, max_write: u32, pace: Arc<Pace>) -> Messages {
+        Messages { device, buffer: Buffer::new(max_write), pace, looks: false }
     }
 
     /// Waits for a message; none when the connection has ended.
     pub fn next(&mut self) -> io::Result<Option<&[u8]>> {
+        if !self.looks && self.pace.is_fast() {
+            self.look(true);
+        }
         let len = loop {
             match self.device.receive(&mut self.buffer)? {
                 Received::Message(len) => break len,
                 Received::Ended => return Ok(None),
-                Received::Nothing => self.look_or_sleep(),
+                Received::Nothing if !self.looks => {}
+                Received::Nothing if self.pace.is_next_near() => (0..SPINS).for_each(|_| std::hint::spin_loop()),
+                Received::Nothing => self.look(false),
             }
         };
-        self.loops.request_came(self.sleeper.as_ref());
+        self.pace.request_came();
         Ok(Some(self.buffer.message(len)))
     }
 
-    /// After the device had nothing.
-    fn look_or_sleep(&self) {
-        let Some(sleeper) = self.sleeper.as_ref().filter(|sleeper| !sleeper.sleeps()) else { return };
-        if !self.loops.is_next_near() {
-            sleeper.sleep();
-        } else if !self.loops.make_room() {
-            (0..SPINS).for_each(|_| std::hint::spin_loop());
+    /// Notes that the last message was served.
+    pub fn served(&self) {
+        self.pace.request_served();
+    }
+
+    fn look(&mut self, looks: bool) {
+        // Where the kernel refuses, the loop goes on as it did.
+        if self.device.set_waiting(!looks).is_ok() {
+            self.looks = looks;
         }
     }
 }

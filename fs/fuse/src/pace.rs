@@ -9,11 +9,11 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long loops look for the next request after one has come. Requests that are further apart
-/// come slowly.
+/// How long loops look for the next request after one has come, or was served. A longer pause is a
+/// client's that has other things to do.
 const LOOK: Duration = Duration::from_micros(50);
-/// Processors for each loop that looks.
-const PROCESSORS: usize = 8;
+/// Processors from which on loops look: up to three do.
+const PROCESSORS: usize = 16;
 /// Points from which on requests count as fast. Each that comes soon after another is a point.
 const FAST: u32 = 16;
 const MOST_POINTS: u32 = 32;
@@ -23,26 +23,21 @@ const PAUSE: u32 = 8;
 /// The pace of one mount's requests.
 pub(crate) struct Pace {
     begin: Instant,
-    /// When the last request came, in nanoseconds since `begin`.
+    /// When a request came or was served last, in nanoseconds since `begin`.
     last: AtomicU64,
     points: AtomicU32,
-    lookers: usize,
+    is_watched: bool,
 }
 
 impl Pace {
     /// On a machine with so many processors.
     pub fn new(processors: usize) -> Pace {
-        Pace { begin: Instant::now(), last: AtomicU64::new(0), points: AtomicU32::new(0), lookers: processors / PROCESSORS }
-    }
-
-    /// Loops that may look at once.
-    pub fn lookers(&self) -> usize {
-        self.lookers
+        Pace { begin: Instant::now(), last: AtomicU64::new(0), points: AtomicU32::new(0), is_watched: processors >= PROCESSORS }
     }
 
     /// Notes that a request has come.
     pub fn request_came(&self) {
-        if self.lookers == 0 {
+        if !self.is_watched {
             return;
         }
         let now = self.now();
@@ -54,12 +49,19 @@ impl Pace {
         }
     }
 
+    /// Notes that a request was served: its client goes on.
+    pub fn request_served(&self) {
+        if self.is_watched {
+            self.last.store(self.now(), Ordering::Relaxed);
+        }
+    }
+
     /// Whether requests come fast.
     pub fn is_fast(&self) -> bool {
         self.points.load(Ordering::Relaxed) >= FAST
     }
 
-    /// Whether requests come fast, and the last one came so lately that the next may be near.
+    /// Whether requests come fast, and the last one was there so lately that the next may be near.
     pub fn is_next_near(&self) -> bool {
         self.is_fast() && self.now().saturating_sub(self.last.load(Ordering::Relaxed)) < LOOK.as_nanos() as u64
     }
@@ -133,6 +135,5 @@ mod tests {
             pace.request_came();
         }
         assert!(!pace.is_fast());
-        assert_eq!(pace.lookers(), 0);
     }
 }

@@ -179,7 +179,7 @@ impl Filesystem {
             && !runs().any(|run| run.contains(&(size / BLOCK)))
             && let Some(tail) = self.tail_before(&state, ino, size, last)?
         {
-            state.buffer.mark_dirty(tail..tail + 1);
+            self.mark_dirty(&mut state, ino, tail..tail + 1);
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let (mut new, mut splits) = (0, Splits::default());

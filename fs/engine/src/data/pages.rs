@@ -91,10 +91,11 @@ impl PagePool {
         free.count > free.words.len() * WORD / 4 * 3
     }
 
-    /// Waits until a page is given back, but not long: it may have happened already.
-    pub fn wait(&self) {
+    /// Waits until a page is given back, but not long: it may have happened already. Returns
+    /// whether one was.
+    pub fn wait(&self) -> bool {
         let mut free = self.free.lock();
-        self.freed.wait_for(&mut free, std::time::Duration::from_millis(10));
+        !self.freed.wait_for(&mut free, std::time::Duration::from_millis(10)).timed_out()
     }
 }
 

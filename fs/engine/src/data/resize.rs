@@ -125,7 +125,7 @@ impl Filesystem {
     /// they are there. Returns whether that page is waiting to be written back.
     fn zero_tail(&self, state: &mut FileState, ino: u64, old: u64, new: u64) -> Attempt<bool> {
         let Some(tail) = self.tail_before(state, ino, old, new.div_ceil(BLOCK))? else { return Ok(false) };
-        state.buffer.mark_dirty(tail..tail + 1);
+        self.mark_dirty(state, ino, tail..tail + 1);
         Ok(true)
     }
 

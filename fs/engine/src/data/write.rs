@@ -181,9 +181,9 @@ impl Filesystem {
             state.buffer.nodes.parts += promised.parts;
             state.buffer.nodes.end = Some(blocks.end);
         }
-        state.buffer.mark_dirty(blocks);
+        self.mark_dirty(state, ino, blocks);
         if let Some(tail) = gap {
-            state.buffer.mark_dirty(tail..tail + 1);
+            self.mark_dirty(state, ino, tail..tail + 1);
         }
         if end > size {
             state.newer.size = Some(end);
@@ -302,14 +302,33 @@ impl Filesystem {
         self.volume.forget_promise(Promised { blocks: promised, parts: nodes.parts });
     }
 
-    /// Begins writing a file back if enough of it is in memory for that, or too much of all files;
-    /// does not wait for it.
+    /// Notes that these blocks of a file, which are in memory, have to be written.
+    pub(super) fn mark_dirty(&self, state: &mut FileState, ino: u64, blocks: Range<u64>) {
+        state.buffer.mark_dirty(blocks);
+        if !std::mem::replace(&mut state.buffer.is_listed, true) {
+            self.files.became_dirty(ino);
+        }
+    }
+
+    /// Begins writing a file back if enough of it is in memory for that, or too much of all files,
+    /// and then also one that has been dirty for longer; does not wait for it.
     pub fn write_behind(self: &Arc<Self>, ino: u64) {
-        let Some(file) = self.files.find(ino) else { return };
-        let dirty = file.state.lock().buffer.dirty;
-        let enough = dirty >= BATCH_PAGES || (dirty > 0 && self.pages.is_short());
-        if !enough || self.start_flush(&file).is_ok() {
-            return;
+        let is_short = self.pages.is_short();
+        if let Some(file) = self.files.find(ino) {
+            let dirty = file.state.lock().buffer.dirty;
+            if dirty >= BATCH_PAGES || (dirty > 0 && is_short) {
+                self.begin_write_back(file);
+            }
+        }
+        if is_short && let Some(file) = self.next_dirty() {
+            self.begin_write_back(file);
+        }
+    }
+
+    /// Begins writing a file back, on another thread if something has to be waited for first.
+    fn begin_write_back(self: &Arc<Self>, file: Arc<File>) {
+        if self.start_flush(&file).is_ok() {
+            return self.list_if_dirty(&file);
         }
         let fs = self.clone();
         self.completions.spawn(Box::new(move || {
@@ -317,6 +336,7 @@ impl Filesystem {
             if let Err(error) = fs.wait_for_space(|| fs.start_flush(&file)) {
                 tracing::debug!(ino = file.ino, %error, "writing back was put off");
             }
+            fs.list_if_dirty(&file);
         }));
     }
 }

@@ -348,14 +348,8 @@ impl Filesystem {
     /// # Errors
     /// As [`Filesystem::flush_all`].
     pub fn write_back(self: &Arc<Self>) -> Result<(), FsError> {
-        let files = self.files.all();
-        let mut result = Ok(());
-        for file in &files {
-            if file.state.lock().buffer.dirty > 0 {
-                result = result.and(self.wait_for_space(|| self.start_flush(file)));
-            }
-        }
-        for file in files {
+        let mut result = self.start_listed();
+        for file in self.files.all() {
             let (is_in_use, only_touched) = {
                 let mut state = file.state.lock();
                 let is_in_use = state.is_in_use();
@@ -372,19 +366,46 @@ impl Filesystem {
         result
     }
 
-    /// Waits until there is room in the write buffer.
-    pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
-        for file in self.files.all() {
+    /// The file with dirty pages that has been on the list of those for the longest; it is not on
+    /// it from now on.
+    pub(super) fn next_dirty(&self) -> Option<Arc<File>> {
+        loop {
+            let Some(file) = self.files.find(self.files.next_dirty()?) else { continue };
             let mut state = file.state.lock();
-            state.buffer.last = None;
-            let dirty = state.buffer.dirty;
-            drop(state);
-            if dirty > 0 {
-                self.wait_for_space(|| self.start_flush(&file))?;
+            state.buffer.is_listed = false;
+            if state.buffer.dirty > 0 {
+                drop(state);
+                return Some(file);
             }
         }
-        if !self.completions.help() {
-            self.pages.wait();
+    }
+
+    /// Puts a file on the list again of which pages are dirty still: they wait for others that are
+    /// on their way.
+    pub(super) fn list_if_dirty(&self, file: &File) {
+        let mut state = file.state.lock();
+        if state.buffer.dirty > 0 && !std::mem::replace(&mut state.buffer.is_listed, true) {
+            self.files.became_dirty(file.ino);
+        }
+    }
+
+    /// Begins writing back all files on the list. Returns the first error.
+    fn start_listed(self: &Arc<Self>) -> Result<(), FsError> {
+        let mut result = Ok(());
+        // No more than are on it now: what goes back to it waits for something else.
+        for _ in 0..self.files.dirty() {
+            let Some(file) = self.next_dirty() else { break };
+            result = result.and(self.wait_for_space(|| self.start_flush(&file)));
+            self.list_if_dirty(&file);
+        }
+        result
+    }
+
+    /// Waits until there may be room in the write buffer.
+    pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
+        self.start_listed()?;
+        if !self.completions.help() && !self.pages.wait() {
+            self.files.all().iter().for_each(|file| file.state.lock().buffer.last = None);
         }
         Ok(())
     }

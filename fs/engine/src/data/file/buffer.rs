@@ -14,6 +14,8 @@ pub(crate) struct FileBuffer {
     pub pages: PageMap<BufferedPages>,
     /// Pages of them that are dirty.
     pub dirty: u64,
+    /// Whether the file is on the list of those that became dirty.
+    pub is_listed: bool,
     /// Times that pages became dirty, also for readers without the file's lock.
     pub dirtied: Arc<AtomicU64>,
     /// Pages of them that a block was promised for.
