@@ -1,5 +1,5 @@
 //! One loop's side of `/dev/fuse`: takes the kernel's messages one after the other, and sleeps for
-//! the next one, or looks for it.
+//! the next one, or spins.
 
 use std::io;
 use std::sync::Arc;
@@ -7,8 +7,9 @@ use std::sync::Arc;
 use crate::device::{Buffer, Device, Received};
 use crate::pace::Pace;
 
-/// Spins between two looks at the device, each of which takes a lock that clients need, too.
-const SPINS: usize = 20;
+/// Pauses of the processor between two looks at the device, each of which takes a lock that clients
+/// need, too.
+const PAUSES: usize = 20;
 
 /// Takes the messages of one loop.
 pub(crate) struct Messages {
@@ -16,27 +17,27 @@ pub(crate) struct Messages {
     buffer: Buffer,
     pace: Arc<Pace>,
     /// Whether the device does not wait for a message.
-    looks: bool,
+    spins: bool,
 }
 
 impl Messages {
     /// Of a device that waits, from which no other thread receives.
     pub fn new(device: Device, max_write: u32, pace: Arc<Pace>) -> Messages {
-        Messages { device, buffer: Buffer::new(max_write), pace, looks: false }
+        Messages { device, buffer: Buffer::new(max_write), pace, spins: false }
     }
 
     /// Waits for a message; none when the connection has ended.
     pub fn next(&mut self) -> io::Result<Option<&[u8]>> {
-        if !self.looks && self.pace.is_fast() {
-            self.look(true);
+        if !self.spins && self.pace.is_fast() {
+            self.spin(true);
         }
         let len = loop {
             match self.device.receive(&mut self.buffer)? {
                 Received::Message(len) => break len,
                 Received::Ended => return Ok(None),
-                Received::Nothing if !self.looks => {}
-                Received::Nothing if self.pace.is_next_near() => (0..SPINS).for_each(|_| std::hint::spin_loop()),
-                Received::Nothing => self.look(false),
+                Received::Nothing if !self.spins => {}
+                Received::Nothing if self.pace.is_next_near() => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
+                Received::Nothing => self.spin(false),
             }
         };
         self.pace.request_came();
@@ -48,10 +49,10 @@ impl Messages {
         self.pace.request_served();
     }
 
-    fn look(&mut self, looks: bool) {
+    fn spin(&mut self, spins: bool) {
         // Where the kernel refuses, the loop goes on as it did.
-        if self.device.set_waiting(!looks).is_ok() {
-            self.looks = looks;
+        if self.device.set_waiting(!spins).is_ok() {
+            self.spins = spins;
         }
     }
 }

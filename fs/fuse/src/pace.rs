@@ -1,18 +1,18 @@
-//! How fast the kernel's requests follow each other: whether it is worth it for loops to look for
-//! the next one instead of sleeping.
+//! How fast the kernel's requests follow each other: whether it is worth it for loops to spin until
+//! the next one comes, instead of sleeping.
 //!
 //! A client that finds every loop asleep wakes one, and the loop's processor with it: longer than
-//! most requests take. A loop that looks again and again spares it that, and costs a processor. So
-//! loops look only while requests come within microseconds, as those of a client do that makes one
-//! after the other, and only where there are many processors.
+//! most requests take. A loop that spins spares it that, and costs a processor. So loops spin only
+//! while requests come within microseconds, as those of a client do that makes one after the other,
+//! and only where there are many processors.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long loops look for the next request after one has come, or was served. A longer pause is a
-/// client's that has other things to do.
-const LOOK: Duration = Duration::from_micros(50);
-/// Processors from which on loops look: up to three do.
+/// How long loops spin after a request has come, or was served. A longer pause is a client's that
+/// has other things to do.
+const SPIN: Duration = Duration::from_micros(50);
+/// Processors from which on loops spin: up to three do.
 const PROCESSORS: usize = 16;
 /// Points from which on requests count as fast. Each that comes soon after another is a point.
 const FAST: u32 = 16;
@@ -43,7 +43,7 @@ impl Pace {
         let now = self.now();
         let gap = now.saturating_sub(self.last.swap(now, Ordering::Relaxed));
         let points = self.points.load(Ordering::Relaxed);
-        let next = if gap < LOOK.as_nanos() as u64 { (points + 1).min(MOST_POINTS) } else { points.saturating_sub(PAUSE) };
+        let next = if gap < SPIN.as_nanos() as u64 { (points + 1).min(MOST_POINTS) } else { points.saturating_sub(PAUSE) };
         if next != points {
             self.points.store(next, Ordering::Relaxed);
         }
@@ -63,7 +63,7 @@ impl Pace {
 
     /// Whether requests come fast, and the last one was there so lately that the next may be near.
     pub fn is_next_near(&self) -> bool {
-        self.is_fast() && self.now().saturating_sub(self.last.load(Ordering::Relaxed)) < LOOK.as_nanos() as u64
+        self.is_fast() && self.now().saturating_sub(self.last.load(Ordering::Relaxed)) < SPIN.as_nanos() as u64
     }
 
     fn now(&self) -> u64 {
@@ -99,7 +99,7 @@ mod tests {
         assert!(pace.is_fast());
         let mut pauses = 0;
         while pace.is_fast() {
-            pace.since(LOOK * 2);
+            pace.since(SPIN * 2);
             pace.request_came();
             pauses += 1;
         }
@@ -116,13 +116,13 @@ mod tests {
             pace.since(Duration::ZERO);
             pace.request_came();
         }
-        // This thread may lose its processor for longer than a loop looks.
+        // This thread may lose its processor for longer than a loop spins.
         let near = (0..1000).any(|_| {
             pace.since(Duration::ZERO);
             pace.is_next_near()
         });
         assert!(near);
-        pace.since(LOOK);
+        pace.since(SPIN);
         assert!(!pace.is_next_near());
         assert!(pace.is_fast());
     }

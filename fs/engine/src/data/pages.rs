@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Region, Span};
 use gpunvme_layout::block::BLOCK_SIZE;
@@ -14,6 +15,8 @@ use smallvec::SmallVec;
 use crate::error::FsError;
 
 const WORD: usize = u64::BITS as usize;
+/// How long [`PagePool::wait`] waits: several times as long as a device needs for a request.
+const WAIT: Duration = Duration::from_millis(10);
 
 struct Free {
     /// One bit a page: 1 = free.
@@ -21,6 +24,8 @@ struct Free {
     count: usize,
     /// No word before this one has a free page.
     first: usize,
+    /// Times that pages were given back.
+    returns: u64,
 }
 
 /// The write buffer.
@@ -43,7 +48,7 @@ impl PagePool {
         let words = bytes.div_ceil(WORD * BLOCK_SIZE).max(1);
         let region = Region::allocate(words * WORD * BLOCK_SIZE)?;
         device.map(&region)?;
-        let free = Free { words: vec![u64::MAX; words], count: words * WORD, first: 0 };
+        let free = Free { words: vec![u64::MAX; words], count: words * WORD, first: 0, returns: 0 };
         Ok(Arc::new(PagePool { device: device.clone(), region, free: Mutex::new(free), freed: Condvar::new() }))
     }
 
@@ -91,11 +96,22 @@ impl PagePool {
         free.count > free.words.len() * WORD / 4 * 3
     }
 
-    /// Waits until a page is given back, but not long: it may have happened already. Returns
-    /// whether one was.
-    pub fn wait(&self) -> bool {
+    /// How often pages were given back.
+    pub fn returns(&self) -> u64 {
+        self.free.lock().returns
+    }
+
+    /// Waits until pages have been given back more often than `returns` times, but not long.
+    /// Returns whether they have.
+    pub fn wait(&self, returns: u64) -> bool {
         let mut free = self.free.lock();
-        !self.freed.wait_for(&mut free, std::time::Duration::from_millis(10)).timed_out()
+        let end = Instant::now() + WAIT;
+        while free.returns == returns {
+            if self.freed.wait_until(&mut free, end).timed_out() {
+                return false;
+            }
+        }
+        true
     }
 }
 
@@ -213,7 +229,10 @@ impl Pages {
 impl Drop for Pages {
     fn drop(&mut self) {
         if !self.run.is_empty() {
-            self.pool.free.lock().set(self.run.clone(), true);
+            let mut free = self.pool.free.lock();
+            free.set(self.run.clone(), true);
+            free.returns += 1;
+            drop(free);
             self.pool.freed.notify_all();
         }
     }

@@ -403,8 +403,9 @@ impl Filesystem {
 
     /// Waits until there may be room in the write buffer.
     pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
+        let returns = self.pages.returns();
         self.start_listed()?;
-        if !self.completions.help() && !self.pages.wait() {
+        if !self.completions.help() && !self.pages.wait(returns) {
             self.files.all().iter().for_each(|file| file.state.lock().buffer.last = None);
         }
         Ok(())
@@ -442,3 +443,6 @@ fn requests(batch: &Batch) -> Vec<Request> {
     });
     writes.collect()
 }
+
+#[cfg(test)]
+mod tests;

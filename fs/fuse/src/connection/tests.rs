@@ -92,11 +92,11 @@ fn where_the_kernel_refuses_a_queue_requests_come_by_the_device() {
     served.join().finish().unwrap();
 }
 
-/// As on a machine with so many processors that loops look for requests: each way from sleep to
-/// looking and back, with one client and several, while loops come and go.
+/// As on a machine with so many processors that loops spin: each way from sleep to spinning and
+/// back, with one client and several, while loops come and go.
 #[test]
-fn loops_that_look_for_requests_miss_none_and_end_with_the_mount() {
-    let test = "loops_that_look_for_requests_miss_none_and_end_with_the_mount";
+fn loops_that_spin_miss_no_request_and_end_with_the_mount() {
+    let test = "loops_that_spin_miss_no_request_and_end_with_the_mount";
     let Some((mount, device)) = Mount::new(test, None) else { return };
     let connection = Connection::negotiate_with(device, &Wishes { io_uring: false, ..WISHES }, Agreed::None(None)).unwrap();
     let served = connection.serve_on(&Arc::new(EmptyRoot), 6, 16).unwrap();
