@@ -98,7 +98,9 @@ fn a_volume_takes_further_devices_while_it_is_used() {
         assert!(writer.join().unwrap() > 0);
         growth.unwrap();
     });
-    File::open(volume.path("largest")).unwrap().sync_all().unwrap();
+    for path in ["larger", "largest"] {
+        File::open(volume.path(path)).unwrap().sync_all().unwrap();
+    }
     let info = mount.info().unwrap();
     assert_eq!((info.devices, info.sets), (5, 3));
     let said = succeeds(run("gpunvme", &["info", name(&root)]));
