@@ -112,8 +112,8 @@ impl OwnQueue {
     /// Submits `requests`, which is left empty, and what the thread has submitted to the [`Io`]
     /// since the last call. Calls the `done` of batches that are over, on this thread, and appends
     /// the ends of requests that were given to it to `ended`, under the tags that the caller chose,
-    /// below 2^63. Waits for the first completion as [`Queue::complete`] does. Returns how many
-    /// requests were over.
+    /// below 2^63. Waits for the first completion as [`crate::Queue::complete`] does. Returns how
+    /// many requests were over.
     ///
     /// # Panics
     /// If the queue broke for good, or is given requests and does not

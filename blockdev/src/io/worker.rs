@@ -21,7 +21,7 @@ thread_local! {
 }
 
 /// A queue and the batches in flight on it. One thread collects its completions: a reaper, or the
-/// owner of an [`OwnQueue`].
+/// owner of a queue of its own.
 pub(super) struct QueueWorker {
     pub queue: Box<dyn Queue>,
     batches: Mutex<Batches>,

@@ -127,7 +127,12 @@ fn a_volume_takes_further_devices_while_it_is_used() {
             members[extent.device as usize].read_exact_at(&mut assembled[place], extent.device_offset).unwrap();
         }
         let differs = assembled.chunks(4096).zip(content.chunks(4096)).position(|(is, should)| is[..should.len()] != *should);
-        assert_eq!(differs, None, "a block of {path} on the devices, {:?}", differs.map(|block| &assembled[block * 4096..][..16]));
+        assert_eq!(
+            differs,
+            None,
+            "a block of {path} on the devices, {:?}",
+            differs.map(|block| &assembled[block * 4096..][..16])
+        );
     }
     assert_eq!(used[2..], [true; 3]);
     drop((ring, buffer, file, mount));

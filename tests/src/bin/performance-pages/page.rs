@@ -7,6 +7,9 @@ use gpunvme_tests::results::{Row, Work, significant};
 use crate::Named;
 use crate::plot::Plot;
 
+/// Characters of a line of a page at the most.
+const WIDTH: usize = 120;
+
 /// Subjects of ours, and what each is shown as a ratio of; the head of that column.
 const RATIOS: [(&str, &str, &str); 8] = [
     ("gpunvme", "cuFile", "/cuFile"),
@@ -38,9 +41,11 @@ pub fn of(Named { stem, date, machine, run }: &Named, plots: &[Plot]) -> String 
     place.gpu.iter().for_each(|gpu| page += &format!("- GPU: {gpu}\n"));
     place.load.iter().for_each(|load| page += &format!("- Load before: {load}\n"));
     page += &format!(
-        "- Commit: {}\n- Command: `{}`\n- Figures: {}\n\n\
+        "- Commit: {}\n{}\n- Figures: {}\n\n\
          [What the subjects are, and how it is measured](../README.md#how-it-is-measured).\n",
-        about.commit, about.command, about.method
+        about.commit,
+        in_lines(&format!("- Command: `{}`", about.command)),
+        about.method
     );
     for plot in plots {
         page += &format!("\n![{}]({stem}-{}.svg)\n", plot.title, plot.slug);
@@ -57,6 +62,21 @@ pub fn of(Named { stem, date, machine, run }: &Named, plots: &[Plot]) -> String 
         table(&mut page, &rows);
     }
     page
+}
+
+/// An item of a list, in lines that fit a page.
+fn in_lines(item: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in item.split(' ') {
+        let line = lines.last_mut().expect("there is one from the beginning");
+        if line.len() + 1 + word.len() > WIDTH {
+            lines.push(format!("  {word}"));
+        } else {
+            line.push_str(if line.is_empty() { "" } else { " " });
+            line.push_str(word);
+        }
+    }
+    lines.join("\n")
 }
 
 fn table(page: &mut String, rows: &[&Row]) {
