@@ -93,7 +93,7 @@ remove_work() {
     for dir in $(awk -v work="$work/" 'index($2, work) == 1 { print $2 }' /proc/self/mounts | tac); do
         as_root timeout 60 umount "$dir" 2>/dev/null || as_root umount --force --lazy "$dir" || true
     done
-    for process in $(pgrep -f "^[^ ]*mount.gpunvme $work/" || true); do
+    for process in $(pgrep -f "^[^ ]*mount[.](fuse[.])?gpunvme .*$work/" || true); do
         as_root timeout 30 tail --pid="$process" -f /dev/null || as_root kill -KILL "$process" || true
     done
     as_root rm -rf --one-file-system "$work"
