@@ -29,7 +29,8 @@ impl Messages {
     /// Waits for a message; none when the connection has ended.
     pub fn next(&mut self) -> io::Result<Option<&[u8]>> {
         if !self.spins && self.pace.is_fast() {
-            self.spin(true);
+            // Where the kernel refuses, the loop sleeps as it did.
+            self.spins = self.device.set_waiting(false).is_ok();
         }
         let len = loop {
             match self.device.receive(&mut self.buffer)? {
@@ -37,7 +38,10 @@ impl Messages {
                 Received::Ended => return Ok(None),
                 Received::Nothing if !self.spins => {}
                 Received::Nothing if self.pace.is_next_near() => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
-                Received::Nothing => self.spin(false),
+                Received::Nothing => {
+                    self.device.set_waiting(true)?;
+                    self.spins = false;
+                }
             }
         };
         self.pace.request_came();
@@ -47,12 +51,5 @@ impl Messages {
     /// Notes that the last message was served.
     pub fn served(&self) {
         self.pace.request_served();
-    }
-
-    fn spin(&mut self, spins: bool) {
-        // Where the kernel refuses, the loop goes on as it did.
-        if self.device.set_waiting(!spins).is_ok() {
-            self.spins = spins;
-        }
     }
 }

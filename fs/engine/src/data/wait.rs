@@ -16,10 +16,11 @@ impl Filesystem {
         let mut waiter = Waiter::default();
         let mut quiesced = None;
         loop {
+            let returns = self.pages.returns();
             match attempt() {
                 Ok(result) => return Ok(result),
                 Err(Fail::Error(error)) => return Err(error),
-                Err(Fail::Stall(Stall::Memory)) => self.make_room()?,
+                Err(Fail::Stall(Stall::Memory)) => self.make_room(returns)?,
                 Err(Fail::Stall(Stall::Nodes)) => {
                     self.release_all_ahead();
                     self.flush_all()?;

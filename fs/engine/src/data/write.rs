@@ -246,8 +246,9 @@ impl Filesystem {
         let file = self.files.get(ino);
         let mut quiesced: Option<Quiesced> = None;
         loop {
+            let returns = self.pages.returns();
             let Some(page) = self.pages.take(1).and_then(|mut pages| pages.pop()) else {
-                self.make_room()?;
+                self.make_room(returns)?;
                 continue;
             };
             let number = file.state.lock().buffer.fills.begin(block);
@@ -327,12 +328,12 @@ impl Filesystem {
 
     /// Begins writing a file back, on another thread if something has to be waited for first.
     fn begin_write_back(self: &Arc<Self>, file: Arc<File>) {
-        if self.start_flush(&file).is_ok() {
+        if !matches!(self.start_flush(&file), Err(Fail::Stall(_))) {
             return self.list_if_dirty(&file);
         }
         let fs = self.clone();
         self.completions.spawn(Box::new(move || {
-            // An error here comes again, and is reported, when a caller waits for the write-back.
+            // An error comes again, and is reported, when a caller waits for the write-back.
             if let Err(error) = fs.wait_for_space(|| fs.start_flush(&file)) {
                 tracing::debug!(ino = file.ino, %error, "writing back was put off");
             }

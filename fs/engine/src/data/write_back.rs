@@ -325,17 +325,12 @@ impl Filesystem {
     /// # Errors
     /// The first error; the other files are written back all the same.
     pub fn flush_all(self: &Arc<Self>) -> Result<(), FsError> {
-        let files = self.files.all();
-        for file in &files {
-            // All of them in flight before any is waited for.
-            if file.state.lock().buffer.dirty > 0 {
-                let _ = self.wait_for_space(|| self.start_flush(file));
-            }
-        }
+        // All of them in flight before any is waited for. What fails fails again below.
+        let _ = self.start_listed();
         let mut result = Ok(());
-        for file in &files {
-            let flushed = self.flush(file);
-            self.release(file);
+        for file in self.files.all() {
+            let flushed = self.flush(&file);
+            self.release(&file);
             result = result.and(flushed);
         }
         result
@@ -401,9 +396,9 @@ impl Filesystem {
         result
     }
 
-    /// Waits until there may be room in the write buffer.
-    pub(super) fn make_room(self: &Arc<Self>) -> Result<(), FsError> {
-        let returns = self.pages.returns();
+    /// Waits until there may be room in the write buffer; `returns`: how often pages had come back
+    /// before there was too little of it.
+    pub(super) fn make_room(self: &Arc<Self>, returns: u64) -> Result<(), FsError> {
         self.start_listed()?;
         if !self.completions.help() && !self.pages.wait(returns) {
             self.files.all().iter().for_each(|file| file.state.lock().buffer.last = None);

@@ -74,8 +74,9 @@ impl Front {
             Ok(result) => done(self, subject, Ok(result)),
             Err(Fail::Error(error)) => done(self, subject, Err(error)),
             Err(Fail::Stall(_)) => {
-                if let Some(_may_wait) = may_wait() {
+                if let Some(may_wait) = may_wait() {
                     let result = self.fs.wait(|| attempt(&self.fs, &subject));
+                    drop(may_wait);
                     return done(self, subject, result);
                 }
                 let front = self.clone();
@@ -96,7 +97,11 @@ impl Front {
         done: impl FnOnce(Result<T, FsError>) + Send + 'static,
     ) {
         match may_wait() {
-            Some(_may_wait) => done(operation(&self.fs)),
+            Some(may_wait) => {
+                let result = operation(&self.fs);
+                drop(may_wait);
+                done(result);
+            }
             None => self.wait(owner, operation, done),
         }
     }

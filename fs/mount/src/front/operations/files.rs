@@ -100,8 +100,6 @@ impl Front {
                 let range = how.offset..how.offset.saturating_add(len);
                 front.invalidate_later(owner, ino, vec![range]);
             }
-            // After the answer: the caller sends its next bytes while these go to the device.
-            front.fs.write_behind(ino);
             if let Some(last) = last.filter(|_| place != how.offset) {
                 // Answered first: until then the kernel may keep a page locked that it has to
                 // forget.
@@ -112,9 +110,17 @@ impl Front {
             let range = how.offset..how.offset.saturating_add(len);
             if how.cached && !how.mapped && written.is_ok() && front.lookups.is_overtaken(ino, range.clone()) {
                 let after = front.clone();
-                return front.answer_overtaken(owner, ino, range, move || end(&after, written));
+                return front.answer_overtaken(owner, ino, range, move || {
+                    end(&after, written);
+                    // Elsewhere: this thread will wait in the kernel again, and cannot complete
+                    // what it has submitted meanwhile.
+                    let general = after.general.clone();
+                    general.run_for(owner, move || after.fs.write_behind(ino));
+                });
             }
             end(&front, written);
+            // After the answer: the caller sends its next bytes while these go to the device.
+            front.fs.write_behind(ino);
         };
         if how.append && how.direct {
             return self.append_fragment(caller, ino, data, how, done);
@@ -125,9 +131,11 @@ impl Front {
             Err(Fail::Error(error)) => done(Err(error)),
             Err(Fail::Stall(_)) => {
                 if !how.direct
-                    && let Some(_may_wait) = may_wait()
+                    && let Some(may_wait) = may_wait()
                 {
-                    return done(self.fs.wait(|| attempt(self, data)));
+                    let written = self.fs.wait(|| attempt(self, data));
+                    drop(may_wait);
+                    return done(written);
                 }
                 // The bytes lie in the transport's buffer, which its next request overwrites.
                 let (permit, data) = (self.request_budget.take(data.len()), data.to_vec());

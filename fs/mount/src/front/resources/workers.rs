@@ -1,4 +1,4 @@
-//! Threads for tasks that wait, which a loop of the transport must not do.
+//! Threads for tasks that wait, where the loop of the transport to which a request came may not.
 //!
 //! There are five pools, so that no task waits for another of its own pool. Threads of a later one
 //! may wait for those of an earlier one, never the other way round:
