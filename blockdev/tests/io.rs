@@ -328,3 +328,31 @@ fn a_thread_that_waits_is_told_what_failed() {
     assert!(matches!(ended.try_recv(), Ok(Err(Error::Io { offset: 512, .. }))));
     assert_eq!((read(&io, 0), read(&io, 512)), (Ok(7), Ok(0)), "and its queue serves the next");
 }
+
+#[test]
+fn a_thread_that_may_wait_does_only_where_nothing_else_is_in_flight() {
+    for device in [faulty, faulty_file] {
+        let faulty = device();
+        faulty.add(Rule::hold(On::Write).within(0..512));
+        let io = Io::threaded(faulty.clone(), 1).expect("io");
+        let run = || {
+            let (sender, ended) = mpsc::channel();
+            io.submit_or_run(vec![write(512, 7)], move |result| {
+                sender.send((std::thread::current().id(), result)).expect("the test waits");
+            });
+            ended
+        };
+        let here = std::thread::current().id();
+        assert_eq!(run().try_recv(), Ok((here, Ok(()))), "alone");
+        let (sender, held) = mpsc::channel();
+        io.submit(vec![write(0, 1)], move |result| sender.send(result).expect("the test waits"));
+        let (thread, result) = run().recv_timeout(SOON).expect("the reaper ends it");
+        assert_eq!((thread != here, result), (true, Ok(())), "beside another");
+        faulty.release();
+        assert_eq!(held.recv_timeout(SOON), Ok(Ok(())));
+        while io.in_flight() > 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(run().try_recv(), Ok((here, Ok(()))), "alone again");
+    }
+}

@@ -1,5 +1,5 @@
-//! `gpunvme trim` and the mount option `discard`: what files gave up is given back to the device,
-//! and nothing else.
+//! `gpunvme trim`, fstrim(8) and the mount option `discard`: what files gave up is given back to the
+//! device, and nothing else.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -67,6 +67,37 @@ fn a_trim_gives_back_what_files_gave_up_on_one_device_and_on_several() {
         fs::write(volume.path("new"), tree::pattern(7, 60 << 20)).unwrap();
         assert!(fs::read(volume.path("new")).unwrap() == tree::pattern(7, 60 << 20));
     }
+}
+
+#[test]
+fn fstrim_works_as_on_other_filesystems() {
+    needs_mount!();
+    let volume = Image::formatted_with(512 * MIB).mount();
+    fill_and_remove(&volume);
+    let kept = tree::read(&volume.path("kept")).unwrap();
+    let before = taken(volume.image());
+    let fstrim = |options: &[&str]| Command::new("fstrim").args(["-v"]).args(options).arg(volume.root()).output().unwrap();
+    // It prints "DIR: 447.1 MiB (468815872 bytes) trimmed".
+    let bytes = |options: &[&str]| {
+        let output = fstrim(options);
+        assert!(output.status.success(), "{}", text(&output));
+        let said = text(&output);
+        let number = said.split_once('(').and_then(|(_, rest)| rest.split_once(" bytes)"));
+        number.unwrap_or_else(|| panic!("{said}")).0.parse::<u64>().unwrap()
+    };
+    assert_eq!(bytes(&["--offset", "1T"]), 0);
+    assert_eq!(bytes(&["--minimum", "1T"]), 0);
+    let part = bytes(&["--length", "300000001"]);
+    let all = bytes(&[]);
+    assert!(part > 100 * MIB && part < all && all > 300 * MIB, "{part} of {all}");
+    assert!(taken(volume.image()) + 40 * MIB < before);
+    let user = Command::new("fstrim").arg(volume.root()).uid(65534).gid(65534).output().unwrap();
+    assert!(!user.status.success() && text(&user).contains("Operation not permitted"), "{}", text(&user));
+    let volume = volume.remount();
+    tree::assert_same(&kept, &tree::read(&volume.path("kept")).unwrap());
+    let volume = volume.unmount().mount_with("ro");
+    let refused = Command::new("fstrim").arg(volume.root()).output().unwrap();
+    assert!(!refused.status.success() && text(&refused).contains("Read-only"), "{}", text(&refused));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! The ioctls for administrators: what the daemon logs (`LOG`), blocks that no file has (`TRIM`),
-//! and a volume that becomes larger (`GROW`).
+//! The ioctls for administrators: what the daemon logs (`LOG`), blocks that no file has (`TRIM`,
+//! and `FITRIM` of other filesystems), and a volume that becomes larger (`GROW`).
 
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,8 @@ use crate::front::caller::Caller;
 use crate::front::shared::Front;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// `FITRIM` (linux/fs.h), which fstrim(8) calls: `_IOWR('X', 121, struct fstrim_range)`.
+pub(super) const FITRIM: u32 = 0xc018_5879;
 /// How long a `TRIM` goes on: so long a caller may have to wait that was told to stop.
 const MOMENT: Duration = Duration::from_millis(300);
 
@@ -50,6 +52,23 @@ impl Front {
             errno
         });
         Reply::new(errno, &answer)
+    }
+
+    /// `FITRIM`, with a `struct fstrim_range`: where to begin, how much to look at, and what has to
+    /// lie side by side to be told of, all in bytes. To the end in one call, as the kernel's own
+    /// filesystems do it. The length that comes back is that of what the devices were told of.
+    pub(super) fn fstrim(&self, caller: Caller, [start, len, minimum]: [u64; 3]) -> Reply {
+        let end = start.saturating_add(len) / BLOCK * BLOCK;
+        let mut answer = abi::Trim { next: start, ..abi::Trim::default() };
+        let done = self.may_administer(caller).and_then(|()| {
+            while answer.next < end {
+                let part = abi::Trim { start: answer.next, len: end - answer.next, minimum, ..abi::Trim::default() };
+                self.trim_for_a_moment(&part, &mut answer)?;
+            }
+            Ok(())
+        });
+        self.direct.server.stats.call(Command::Trim, done.is_err());
+        Reply::new(done.map_or_else(|(errno, _)| errno, |()| 0), &[start, answer.trimmed, minimum])
     }
 
     fn trim_for_a_moment(&self, request: &abi::Trim, answer: &mut abi::Trim) -> Result<(), Refusal> {

@@ -13,6 +13,7 @@ use gpunvme_gpupath::admission::{Admitted, OpenFile};
 use gpunvme_gpupath::registry;
 use gpunvme_gpupath::server::Reply;
 
+use super::administration::FITRIM;
 use super::transfers::Transfer;
 use crate::front::caller::Caller;
 use crate::front::shared::Front;
@@ -57,6 +58,10 @@ impl Front {
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
         let front = self.clone();
+        if let (FITRIM, ([start, len, minimum], [])) = (request, argument.as_chunks()) {
+            let range = [start, len, minimum].map(|bytes| u64::from_ne_bytes(*bytes));
+            return self.general.run_for(caller.owner(), move || done(front.fstrim(caller, range)));
+        }
         let server = &self.direct.server;
         match abi::decode(request, argument) {
             Err(error) => done(error.into()),
