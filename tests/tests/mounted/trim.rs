@@ -1,5 +1,5 @@
-//! `gpunvme trim`, fstrim(8) and the mount option `discard`: what files gave up is given back to the
-//! device, and nothing else.
+//! `gpunvme trim`, fstrim(8) and the mount option `discard`: what files gave up is given back to
+//! the device, and nothing else.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
