@@ -172,7 +172,7 @@ impl OpenFile for Attached {
     fn forget_pages(&self, range: Range<u64>, then: Box<dyn FnOnce() + Send>) {
         let (front, ino) = (self.front.clone(), self.ino);
         self.front.invalidations.run_for(self.owner, move || {
-            front.invalidate(ino, vec![range], || None);
+            front.invalidate(ino, vec![range], None);
             if front.fs.are_attributes_kept(ino) {
                 front.attributes_change(ino);
             }

@@ -393,9 +393,8 @@ impl Front {
             }
             return self.answer_write(transfer, outcome);
         }
-        let front = self.clone();
-        self.invalidations.run_for(transfer.owner(), move || {
-            let last = || if is_whole { front.last_byte(&transfer) } else { None };
+        self.invalidate_with_size(transfer.owner(), transfer.ino, move |front, size| {
+            let last = size.filter(|_| is_whole).and_then(|size| last_byte(&transfer, size));
             front.invalidate(transfer.ino, transfer.ranges().collect(), last);
             if only_attributes && written.shown {
                 front.attributes_change(transfer.ino);
@@ -423,19 +422,18 @@ impl Front {
             transfer.finish(&outcome);
         });
     }
+}
 
-    /// The last byte of a file that a write may have extended, and its offset, from which the
-    /// kernel learns the length. The kernel asks for the length before it shows it, but not before
-    /// it appends; and it takes a length only with the bytes before it.
-    fn last_byte(&self, transfer: &Transfer) -> Option<(u64, u8)> {
-        let segments = transfer.request().segments.iter().filter(|s| s.len > 0);
-        let last = segments.max_by_key(|s| s.file_offset + s.len)?;
-        let end = last.file_offset + last.len;
-        let reaches_end = self.fs.wait(|| self.fs.attributes(transfer.ino)).is_ok_and(|now| now.inode.size == end);
-        let mut byte = [0];
-        let read = transfer.region().read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
-        (reaches_end && read.is_ok()).then_some((end - 1, byte[0]))
-    }
+/// The last byte of a file of this size that a write may have extended, and its offset, from which
+/// the kernel learns the length. The kernel asks for the length before it shows it, but not before
+/// it appends; and it takes a length only with the bytes before it.
+fn last_byte(transfer: &Transfer, size: u64) -> Option<(u64, u8)> {
+    let segments = transfer.request().segments.iter().filter(|s| s.len > 0);
+    let last = segments.max_by_key(|s| s.file_offset + s.len)?;
+    let end = last.file_offset + last.len;
+    let mut byte = [0];
+    let read = transfer.region().read_at((last.buffer_offset + last.len - 1) as usize, &mut byte);
+    (size == end && read.is_ok()).then_some((end - 1, byte[0]))
 }
 
 /// Outcome of a transfer when the device, or the buffer, failed: the application gets the errno,

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use crate::front::kernel::PAGE;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
+use gpunvme_engine::error::Fail;
+use gpunvme_engine::volume::Attributes;
 
 /// Bytes that are written back at a time. Where the kernel has nothing, twice as many are looked at
 /// next: a range may be as long as a file can be.
@@ -49,7 +51,7 @@ impl Front {
                     left.push(step);
                     most = STEP;
                 } else {
-                    front.invalidate(ino, vec![step], || None);
+                    front.invalidate(ino, vec![step], None);
                 }
             }
             if left.is_empty() { front.general.run_for(owner, then) } else { front.write_back(owner, ino, left, then) }
@@ -59,14 +61,36 @@ impl Front {
     /// Makes the kernel forget its pages of these ranges of a file, some time from now.
     pub(crate) fn invalidate_later(self: &Arc<Self>, owner: Owner, ino: u64, ranges: Vec<Range<u64>>) {
         let front = self.clone();
-        self.invalidations.run_for(owner, move || front.invalidate(ino, ranges, || None));
+        self.invalidations.run_for(owner, move || front.invalidate(ino, ranges, None));
+    }
+
+    /// Runs `task` on a thread of invalidations, with the size of a file if the file exists.
+    pub(crate) fn invalidate_with_size(
+        self: &Arc<Self>,
+        owner: Owner,
+        ino: u64,
+        task: impl FnOnce(&Arc<Front>, Option<u64>) + Send + 'static,
+    ) {
+        let size_of = |found: Attributes| found.inode.size;
+        let front = self.clone();
+        self.invalidations.run_for(owner, move || match front.fs.attributes(ino) {
+            Err(Fail::Stall(_)) => {
+                let general = front.general.clone();
+                general.run_for(owner, move || {
+                    let size = front.fs.wait(|| front.fs.attributes(ino)).ok().map(size_of);
+                    let invalidations = front.invalidations.clone();
+                    invalidations.run_for(owner, move || task(&front, size));
+                });
+            }
+            found => task(&front, found.ok().map(size_of)),
+        });
     }
 
     /// Makes the kernel write back and forget its pages of these ranges of a file, and the file's
     /// attributes. `last`: the last byte of the file, which lies in one of the ranges. The kernel
     /// is given it first, and learns the length of the file by it; then the byte is forgotten, and
     /// only the length stays.
-    pub(crate) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: impl FnOnce() -> Option<(u64, u8)>) {
+    pub(crate) fn invalidate(&self, ino: u64, ranges: Vec<Range<u64>>, last: Option<(u64, u8)>) {
         self.invalidate_beside(true, ino, ranges, last);
     }
 
@@ -91,7 +115,7 @@ impl Front {
         }
         let front = self.clone();
         self.overtaken.run_for(owner, move || {
-            front.invalidate_beside(false, ino, vec![whole.clone()], || None);
+            front.invalidate_beside(false, ino, vec![whole.clone()], None);
             answer();
             let edges = [range.start..whole.start, whole.end..range.end];
             let edges: Vec<Range<u64>> = edges.into_iter().filter(|edge| !edge.is_empty()).collect();
@@ -102,15 +126,8 @@ impl Front {
     }
 
     /// As [`Front::invalidate`]. `beside_writes` as for `PageCache::begin`.
-    fn invalidate_beside(
-        &self,
-        beside_writes: bool,
-        ino: u64,
-        ranges: Vec<Range<u64>>,
-        last: impl FnOnce() -> Option<(u64, u8)>,
-    ) {
+    fn invalidate_beside(&self, beside_writes: bool, ino: u64, ranges: Vec<Range<u64>>, last: Option<(u64, u8)>) {
         let Some(kernel) = self.kernel.get() else { return };
-        let last = last();
         let stored = last.map(|(offset, _)| offset..offset + 1);
         let (number, ranges) = self.lookups.begin_invalidation(ino, ranges, stored, beside_writes);
         if let Some((offset, byte)) = last {

@@ -159,14 +159,10 @@ impl Front {
     /// Corrects the kernel's view of an append that went elsewhere than the kernel believes: it
     /// forgets the bytes there, and learns the new end by the last byte.
     fn moved(self: &Arc<Self>, owner: Owner, ino: u64, from: Range<u64>, to: Range<u64>, last: u8) {
-        let front = self.clone();
-        self.invalidations.run_for(owner, move || {
-            let end = || {
-                // Another process may have shortened it since.
-                let ends_there = front.fs.wait(|| front.fs.attributes(ino)).is_ok_and(|now| now.inode.size == to.end);
-                ends_there.then_some((to.end - 1, last))
-            };
-            front.invalidate(ino, vec![from, to.clone()], end);
+        self.invalidate_with_size(owner, ino, move |front, size| {
+            // Another process may have shortened it since.
+            let end = (size == Some(to.end)).then_some((to.end - 1, last));
+            front.invalidate(ino, vec![from, to], end);
         });
     }
 

@@ -8,8 +8,8 @@
 //! 3. *overtaken*: has the kernel forget pages, before it answers a write. Waits for the kernel,
 //!    which may itself wait for the answer to a read.
 //! 4. *invalidations*: waits for the kernel, which may itself wait for the answer to a read or a
-//!    write. Its threads submit no I/O that is not over when the call returns: io_uring has the
-//!    thread that submitted complete it, and one that waits for a page in the kernel cannot.
+//!    write. Its threads submit no I/O: io_uring has the thread that submitted complete it, also
+//!    what it took along of others, and one that waits for a page in the kernel cannot.
 //! 5. *transfers*: works for direct transfers that are long, in turns. Waits for nothing.
 //!
 //! Users take turns with the threads of a pool, and where a task of one may take long no user has
