@@ -83,7 +83,7 @@ pub trait BlockDevice: Send + Sync {
     }
 
     /// Looks how long the device is now, and takes requests up to there from now on. One that
-    /// became shorter is taken for as long as it was.
+    /// became shorter is taken for as long as it was. Returns the bytes that it has.
     ///
     /// # Errors
     /// [`crate::Error::System`], [`crate::Error::Admin`] or [`crate::Error::Gone`] where it does

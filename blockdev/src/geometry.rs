@@ -17,9 +17,9 @@ impl Length {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Makes it so long, where it is shorter. Returns the length then.
-    pub fn grow(&self, bytes: u64) -> u64 {
-        self.0.fetch_max(bytes, Ordering::AcqRel).max(bytes)
+    /// Makes it so long, where it is shorter.
+    pub fn grow(&self, bytes: u64) {
+        self.0.fetch_max(bytes, Ordering::AcqRel);
     }
 }
 

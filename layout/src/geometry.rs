@@ -107,6 +107,11 @@ impl Region {
         self.chunks.div_ceil(GROUP_CHUNKS)
     }
 
+    /// The block behind those of its group descriptors.
+    fn descriptors_end(&self) -> u64 {
+        self.descriptors + self.groups().div_ceil(DESCRIPTORS_PER_BLOCK)
+    }
+
     /// End of its data area.
     pub fn data_end(&self) -> u64 {
         self.data + self.chunks * CHUNK_BLOCKS
@@ -210,6 +215,15 @@ impl Geometry {
         self.regions().flat_map(Region::descriptor_blocks)
     }
 
+    /// The descriptor blocks of one region around an address, at most `count`, if it is one's.
+    pub fn descriptor_blocks_near(&self, address: u64, count: u64) -> Option<Range<u64>> {
+        let region = self.of_block(address);
+        let all = region.descriptors_end();
+        let number = address.checked_sub(region.descriptors).filter(|_| address < all)?;
+        let first = address - number % count;
+        Some(first..(first + count).min(all))
+    }
+
     /// Address of the bitmap of a group.
     pub fn bitmap(&self, group: u64) -> u64 {
         let region = self.of_group(group);
@@ -226,9 +240,8 @@ impl Geometry {
     /// Whether a block of metadata that changes after mkfs may lie at an address.
     pub fn is_home(&self, address: u64) -> bool {
         let region = self.of_block(address);
-        let descriptors = region.descriptors..region.descriptors + region.groups().div_ceil(DESCRIPTORS_PER_BLOCK);
         address == STATE
-            || descriptors.contains(&address)
+            || (region.descriptors..region.descriptors_end()).contains(&address)
             || self.bitmap_group(address).is_some()
             || self.contains_data(address, 1)
     }

@@ -79,6 +79,8 @@ impl BlockDevice for FileDevice {
 
     fn look_again(&self) -> Result<u64> {
         let Target { name, geometry, file, .. } = &*self.target;
-        Ok(geometry.len.grow(geometry::length(name, file, geometry.logical_block)?))
+        let len = geometry::length(name, file, geometry.logical_block)?;
+        geometry.len.grow(len);
+        Ok(len)
     }
 }

@@ -187,7 +187,8 @@ impl BlockDevice for NvmeDevice {
                 format!("namespace {namespace} was formatted from blocks of {was} to {logical_block} bytes while it was open");
             return Err(Error::Unsupported { device: self.setup.name.clone(), reason });
         }
-        Ok(geometry.len.grow(len))
+        geometry.len.grow(len);
+        Ok(len)
     }
 }
 

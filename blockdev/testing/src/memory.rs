@@ -214,7 +214,9 @@ impl BlockDevice for MemoryDevice {
     fn unmap(&self, _region: &Region) {}
 
     fn look_again(&self) -> Result<u64> {
-        Ok(self.memory.geometry.len.grow(self.memory.image.lock().len))
+        let len = self.memory.image.lock().len;
+        self.memory.geometry.len.grow(len);
+        Ok(len)
     }
 }
 

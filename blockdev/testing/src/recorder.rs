@@ -182,7 +182,8 @@ impl BlockDevice for Member {
     fn unmap(&self, _region: &Region) {}
 
     fn look_again(&self) -> Result<u64> {
-        Ok(self.geometry.len.grow(self.len))
+        self.geometry.len.grow(self.len);
+        Ok(self.len)
     }
 }
 

@@ -277,6 +277,27 @@ fn a_growth_whose_writes_may_not_be_durable_makes_the_volume_read_only() {
 }
 
 #[test]
+fn a_growth_that_cannot_write_behind_the_end_leaves_the_volume_as_it_was() {
+    let memory = MemoryDevice::new(32 << 20);
+    let faulty = Faulty::new(memory.clone());
+    let device: Arc<dyn BlockDevice> = faulty.clone();
+    make(&device);
+    let fs = open(&device).expect("nothing fails yet");
+    let ino = file(&fs, b"a");
+    memory.extend(64 << 20);
+    device.look_again().unwrap();
+    // Such as a thin volume whose pool is full.
+    faulty.add(Rule::fail(On::Write, libc::ENOSPC).within(32 << 20..64 << 20).once());
+    assert!(matches!(fs.volume().grow().unwrap_err(), FsError::Device(_)));
+    assert!(!fs.volume().is_read_only());
+    fs.wait(|| fs.write(ino, 0, &[7; 5000], NOW)).unwrap();
+    fs.sync_file(ino).unwrap();
+    assert_sound(&fs, "not grown");
+    fs.volume().grow().expect("the device is well again");
+    assert_sound(&fs, "grown");
+}
+
+#[test]
 fn damaged_metadata_is_named_and_nothing_panics() {
     let (_, device, fs) = setup();
     for i in 0..500u32 {

@@ -35,6 +35,8 @@ fn taken(other: fn(&Arc<dyn BlockDevice>), then: fn(&Arc<Filesystem>) -> Result<
     let device: Arc<dyn BlockDevice> = memory.clone();
     make(&device);
     let first = open(&device).expect("a new volume can be opened");
+    // It could grow.
+    memory.extend(48 << 20);
     let ino = create(&first, "first", &[1; 100_000]);
     first.sync_file(ino).expect("nothing fails");
     // Something waits in memory.
@@ -95,6 +97,18 @@ fn nor_does_a_checkpoint_or_an_unmount() {
         taken(other, |fs| fs.volume().checkpoint());
         taken(other, |fs| fs.volume().look_before_writing());
         taken(other, |fs| fs.volume().close());
+    }
+}
+
+#[test]
+fn nor_does_a_growth() {
+    let grow = |fs: &Arc<Filesystem>| {
+        fs.volume().device().look_again().expect("nothing fails");
+        fs.volume().grow().map(drop)
+    };
+    for other in [formats, mounts, repairs] {
+        taken(other, grow);
+        taken(other, |fs| fs.volume().may_grow());
     }
 }
 

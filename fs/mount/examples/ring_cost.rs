@@ -207,7 +207,7 @@ impl Log for NoLog {
 struct NoDevices;
 
 impl Devices for NoDevices {
-    fn look_again(&self) -> Result<Option<String>, GrowError> {
+    fn look_again(&self, _: &dyn Fn(u64) -> Result<(), String>) -> Result<Option<String>, GrowError> {
         Ok(None)
     }
 

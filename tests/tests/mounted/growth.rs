@@ -54,7 +54,11 @@ fn a_volume_grows_with_its_image_while_it_is_used() {
     tree::make(&volume.path("tree"), 3, 60).unwrap();
     let expected = tree::read(&volume.path("tree")).unwrap();
     let path = volume.image().path();
-    refused(&run("gpunvme", &["grow", name(&volume.root())]), &[name(&path), "never shrinks"]);
+    let (before, capacity) = grow(&volume.root());
+    assert_eq!(before, capacity);
+    assert!(succeeds(run("gpunvme", &["grow", name(&volume.root())])).contains("nothing to do"));
+    resize(&path, 65 * MIB);
+    refused(&run("gpunvme", &["grow", name(&volume.root())]), &[name(&path), "it grows by 8388608 at the least"]);
     let user = programs::command("gpunvme").arg("grow").arg(volume.root()).uid(65534).gid(65534).output().unwrap();
     refused(&user, &["only those who may mount the volume"]);
 
@@ -161,6 +165,33 @@ fn a_volume_of_several_devices_grows_with_the_smallest_of_them() {
     let image = volume.unmount();
     assert!(succeeds(run("fsck.gpunvme", &["-n", name(&members[2])])).contains("clean"));
     drop(image);
+}
+
+/// What the members say of themselves changes only with a growth: a device that became larger for
+/// nothing can become smaller again.
+#[test]
+fn a_growth_that_is_refused_leaves_the_members_as_they_were() {
+    needs_mount!();
+    let volume = Image::striped(2, 64 * MIB).mount();
+    let members = volume.image().members();
+    let all = |size| members.iter().for_each(|member| resize(member, size));
+    all(66 * MIB);
+    refused(&run("gpunvme", &["grow", name(&volume.root())]), &["it grows by"]);
+    all(64 * MIB);
+    let volume = volume.unmount().mount();
+    for times in 1..=15 {
+        all((64 + 16 * times) * MIB);
+        grow(&volume.root());
+    }
+    all(400 * MIB);
+    for _ in 0..2 {
+        refused(&run("gpunvme", &["grow", name(&volume.root())]), &["has grown 15 times"]);
+    }
+    all((64 + 16 * 15) * MIB);
+    fs::write(volume.path("file"), [7; 5000]).unwrap();
+    let volume = volume.unmount().mount();
+    assert!(succeeds(run("gpunvme", &["grow", name(&volume.root())])).contains("nothing to do"));
+    assert_eq!(fs::read(volume.path("file")).unwrap(), [7; 5000]);
 }
 
 /// Makes a file so long, if it is shorter.

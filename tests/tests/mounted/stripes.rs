@@ -121,6 +121,8 @@ fn resolve_names_the_member_and_the_place_on_it() {
     let map: serde_json::Value =
         serde_json::from_str(&succeeds(run("gpunvme", &["map", "--json", name(&volume.path("file"))]))).unwrap();
     assert_eq!(map["extents"].as_array().unwrap().len(), found.len());
+    // Each device has logical blocks of its own.
+    assert!(map["extents"][0]["lba"].is_null() && map["extents"][0]["device_offset"].is_u64(), "{map}");
     let said = succeeds(run("gpunvme", &["info", name(&volume.root())]));
     assert!(said.contains("over 3 devices, in units of 256.0 KiB"), "{said}");
 }
@@ -257,9 +259,23 @@ fn a_member_from_before_the_last_mount_is_stale() {
     refused(&image.try_mount(""), &words);
     refused(&image.try_mount("ro"), &words);
     refused(&run("fsck.gpunvme", &["-y", name(&image.path())]), &words);
+    // Where the first superblock of the other is gone, the only one is the stale member's.
+    let first = OpenOptions::new().read(true).write(true).open(image.path()).unwrap();
+    let mut superblock = vec![0; 4096];
+    first.read_exact_at(&mut superblock, 0).unwrap();
+    first.write_all_at(&[0; 4096], 0).unwrap();
+    refused(&image.try_mount(""), &words);
+    refused(&run("fsck.gpunvme", &["-n", name(&image.path())]), &words);
+    first.write_all_at(&superblock, 0).unwrap();
     fs::rename(&now, &second).unwrap();
     let volume = image.mount();
     assert_eq!(fs::read(volume.path("file")).unwrap(), b"two");
+    let image = volume.unmount();
+    // One that is cut off is not simply missing.
+    let file = OpenOptions::new().write(true).open(&second).unwrap();
+    file.set_len(60 * MIB).unwrap();
+    refused(&image.try_mount(""), &["member 2 of the 2", "missing", name(&second), "it was truncated"]);
+    file.set_len(64 * MIB).unwrap();
 }
 
 #[test]

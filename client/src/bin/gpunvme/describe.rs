@@ -66,13 +66,15 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
     let file = File::open(path)?;
     let info = file.mount()?.info()?;
     let size = file.size()?;
-    let block = u64::from(info.logical_block.max(1));
+    // Of several devices each has logical blocks of its own.
+    let is_alone = info.devices <= 1;
+    let block = if is_alone { u64::from(info.logical_block.max(1)) } else { 1 };
     let mut extents: Vec<Value> = Vec::new();
     let mut lines = String::new();
     for extent in file.resolve(0, u64::MAX) {
         let extent = extent?;
         let unwritten = extent.flags().contains(ExtentFlags::UNWRITTEN);
-        let (lba, blocks) = (extent.device_offset / block, extent.len / block);
+        let (place, len) = (extent.device_offset / block, extent.len / block);
         // Writing to a String cannot fail.
         let _ = writeln!(
             lines,
@@ -81,8 +83,8 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
             extent.file_offset,
             extent.len,
             extent.device,
-            lba,
-            blocks,
+            place,
+            len,
             if unwritten { "  unwritten" } else { "" }
         );
         extents.push(json!({
@@ -90,7 +92,7 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
             "device_offset": extent.device_offset,
             "length": extent.len,
             "device": extent.device,
-            "lba": lba,
+            "lba": is_alone.then_some(place),
             "unwritten": unwritten,
         }));
     }
@@ -103,11 +105,11 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
     }));
     let count = report.json["extents"].as_array().map_or(0, Vec::len);
     let noun = if count == 1 { "extent" } else { "extents" };
-    report.text =
-        format!("{}: {size} bytes, {count} {noun} on {} (logical blocks of {block} bytes)\n", path.display(), info.device);
+    let blocks = if is_alone { format!(" (logical blocks of {block} bytes)") } else { String::new() };
+    report.text = format!("{}: {size} bytes, {count} {noun} on {}{blocks}\n", path.display(), info.device);
     if count > 0 {
-        report.text +=
-            &format!("{:>5} {:>16} {:>16} {:>6} {:>16} {:>14}\n", "#", "file offset", "length", "device", "first LBA", "LBAs");
+        let (place, len) = if is_alone { ("first LBA", "LBAs") } else { ("device offset", "bytes") };
+        report.text += &format!("{:>5} {:>16} {:>16} {:>6} {place:>16} {len:>14}\n", "#", "file offset", "length", "device");
         report.text += &lines;
     }
     Ok(report)

@@ -50,6 +50,9 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
     let mut report = Report::new(json!({ "before": before, "capacity": capacity, "added": names }));
     report.line("before", report::size(before));
     report.line("capacity", report::size(capacity));
+    if before == capacity {
+        report.line("nothing to do", "the volume is as large as its devices");
+    }
     Ok(report)
 }
 

@@ -12,6 +12,9 @@ use crate::error::FsError;
 /// that has to be mended.
 pub(crate) const UNREADABLE_MAX: u64 = 100;
 
+/// Blocks that [`write_run`] writes at a time.
+const RUN: usize = 64;
+
 /// Reads the superblock: the first copy, or another when that is damaged.
 pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
     let device_blocks = io.device().geometry().len.get() / BLOCK_SIZE as u64;
@@ -109,6 +112,22 @@ pub(crate) fn write_block(io: &Io, block: &Block, address: u64) -> Result<(), Fs
     region.write_at(0, block.bytes())?;
     let span = Span { region, offset: 0, len: BLOCK_SIZE };
     Ok(io.run(vec![Request::write(Geometry::byte(address), vec![span], true)])?)
+}
+
+/// Writes blocks that follow one another, some at a time. They are durable after a flush.
+pub(crate) fn write_run(io: &Io, mut address: u64, blocks: impl Iterator<Item = Block>) -> Result<(), FsError> {
+    let region = Region::allocate(RUN * BLOCK_SIZE)?;
+    let mut blocks = blocks.peekable();
+    while blocks.peek().is_some() {
+        let mut len = 0;
+        for block in blocks.by_ref().take(RUN) {
+            region.write_at(len, block.bytes())?;
+            len += BLOCK_SIZE;
+        }
+        io.run([Request::write(Geometry::byte(address), [region.span(0..len)], false)])?;
+        address += (len / BLOCK_SIZE) as u64;
+    }
+    Ok(())
 }
 
 /// Rounds up to whole blocks.

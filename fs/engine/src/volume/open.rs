@@ -64,6 +64,8 @@ pub struct Usage {
 const REUSES_MAX: u32 = 100;
 /// Checkpoints that an operation waits for before it reports that there is no space.
 const CHECKPOINTS_MAX: u32 = 3;
+/// Blocks of group descriptors that are read together: those of 16 TiB.
+const NEIGHBOURS: u64 = 256;
 
 /// Record of what a waiting operation has waited for so far.
 #[derive(Default)]
@@ -269,7 +271,7 @@ impl Volume {
     /// The device failed, or what is waited for cannot come.
     pub(crate) fn resolve(&self, stall: Stall, waiter: &mut Waiter) -> Result<(), FsError> {
         match stall {
-            Stall::Load { address } => waiter.held.push(self.load(address)?),
+            Stall::Load { address } => waiter.held.extend(self.load_with_neighbours(address)?),
             Stall::Commit => self.commit()?,
             Stall::Reuse => {
                 let waiting = waiter.waiting.get_or_insert_with(|| self.space_waits.wait());
@@ -312,11 +314,28 @@ impl Volume {
         Ok(self.load_all(&[address])?.swap_remove(0))
     }
 
+    /// Reads a metadata block into memory, and of group descriptors those beside it: who looks for
+    /// a group looks at many, and begins anew after each block that it waited for.
+    fn load_with_neighbours(&self, address: u64) -> Result<Vec<Arc<Block>>, FsError> {
+        if let Some(blocks) = self.geometry().descriptor_blocks_near(address, NEIGHBOURS) {
+            let read = || read_blocks(&self.io, blocks.start, blocks.end - blocks.start);
+            // One that is damaged concerns who needs it.
+            if let Ok(loaded) = self.load_by(&blocks.clone().collect::<Vec<_>>(), read) {
+                return Ok(loaded);
+            }
+        }
+        Ok(vec![self.load(address)?])
+    }
+
     /// Reads metadata blocks into memory, all at once.
     fn load_all(&self, addresses: &[u64]) -> Result<Vec<Arc<Block>>, FsError> {
+        self.load_by(addresses, || read_scattered(&self.io, addresses))
+    }
+
+    fn load_by(&self, addresses: &[u64], read: impl Fn() -> Result<Vec<Block>, FsError>) -> Result<Vec<Arc<Block>>, FsError> {
         loop {
             let before = self.meta.read().checkpoints;
-            let read = read_scattered(&self.io, addresses)?;
+            let read = read()?;
             let mut meta = self.meta.write();
             // A block may be older than one that a checkpoint has written, and the cache dropped,
             // in the meantime.

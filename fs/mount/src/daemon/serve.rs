@@ -30,8 +30,8 @@ const COMPLETION_THREADS: usize = 8;
 struct Devices(Mutex<Arc<dyn BlockDevice>>);
 
 impl front::Devices for Devices {
-    fn look_again(&self) -> Result<Option<String>, GrowError> {
-        members::grow(&self.0.lock())
+    fn look_again(&self, may_have: &dyn Fn(u64) -> Result<(), String>) -> Result<Option<String>, GrowError> {
+        members::grow(&self.0.lock(), may_have)
     }
 
     fn may_add(&self, names: &[String]) -> Result<(), String> {

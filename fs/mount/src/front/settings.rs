@@ -15,11 +15,12 @@ pub trait Log: Send + Sync + std::fmt::Debug {
 /// The devices under the volume.
 pub trait Devices: Send + Sync + std::fmt::Debug {
     /// Looks how large they are now, and lets the volume have what they have become larger by.
-    /// Returns why that is nothing, where it is and there is more to say than that.
+    /// `may_have`: why it cannot become so long, in bytes, if it cannot. Returns why that is
+    /// nothing, where it is and there is more to say than that.
     ///
     /// # Errors
     /// A device failed, or is too small.
-    fn look_again(&self) -> Result<Option<String>, GrowError>;
+    fn look_again(&self, may_have: &dyn Fn(u64) -> Result<(), String>) -> Result<Option<String>, GrowError>;
 
     /// Whether the volume can have these as well, which are claimed and let go of.
     ///

@@ -21,23 +21,37 @@ use crate::wipe;
 const LEAST: u64 = 16 << 20;
 
 /// Looks how large a device is, or all members of one; of those of the last set, the volume has all
-/// from now on, as far as the smallest reaches. `device` is open for writing. Returns what keeps
-/// the members from giving more than they did, if that is so.
+/// from now on, as far as the smallest reaches. `device` is open for writing. `may_have`: why the
+/// volume cannot become so long, in bytes, if it cannot. Returns what keeps members that are larger
+/// from giving more than they did, if that is so.
 ///
 /// # Errors
-/// A device failed, or is too small.
-pub fn grow(device: &Arc<dyn BlockDevice>) -> Result<Option<String>, GrowError> {
-    let look = |device: &Arc<dyn BlockDevice>| device.look_again().map_err(|error| reason(device.name(), &error));
+/// A device failed, or has become smaller.
+pub fn grow(device: &Arc<dyn BlockDevice>, may_have: &dyn Fn(u64) -> Result<(), String>) -> Result<Option<String>, GrowError> {
+    let look = |device: &Arc<dyn BlockDevice>| {
+        let now = device.look_again().map_err(|error| reason(device.name(), &error))?;
+        let (name, had) = (device.name(), device.geometry().len.get());
+        match now < had {
+            true => Err(format!("{name} has {now} bytes, and had {had}: a volume never shrinks; make it as large as it was")),
+            false => Ok(()),
+        }
+    };
     let members = device.members();
     if members.is_empty() {
         look(device)?;
         return Ok(None);
     }
-    members.iter().try_for_each(|member| look(member).map(|_| ()))?;
+    members.iter().try_for_each(look)?;
     let set = own(&members)?;
     let (last, before) = set.sets().split_last().expect("a volume has a set");
     let of_last = &members[members.len() - usize::from(last.members)..];
     let blocks: Vec<u64> = of_last.iter().map(blocks_of).collect();
+    // After a failure the members may have begun to be larger than the volume knows.
+    let as_they_are = |why| lengthen(device, set.sets()).map(|()| Some(why)).map_err(GrowError::from);
+    if !set.has_more() {
+        lengthen(device, set.sets())?;
+        return Ok(None);
+    }
     let Some(grown) = last.grown(before.iter().map(Striping::total_blocks).sum(), &blocks) else {
         let smallest = of_last.iter().min_by_key(|member| member.geometry().len.get()).expect("a set has members");
         let (has, name) = (smallest.geometry().len.get(), smallest.name());
@@ -45,12 +59,15 @@ pub fn grow(device: &Arc<dyn BlockDevice>) -> Result<Option<String>, GrowError> 
             [] => "the volume takes as much of each member as the smallest has: make it larger, too",
             _ => "of the members that were added last, the volume takes as much as the smallest has: make it larger",
         };
-        // After a failure the members may have begun to be larger than the volume knows.
-        lengthen(device, set.sets())?;
-        return Ok(Some(format!("{name} has {has} bytes, and {why}")));
+        return as_they_are(format!("{name} has {has} bytes, and {why}"));
     };
+    let sets = [before, &[grown]].concat();
+    // Members that have begun to be larger cannot become smaller any more.
+    if let Err(why) = may_have(len_of(&sets)) {
+        return as_they_are(why);
+    }
     set.begin_larger(grown)?;
-    lengthen(device, &[before, &[grown]].concat())?;
+    lengthen(device, &sets)?;
     Ok(None)
 }
 
@@ -118,11 +135,13 @@ pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> R
         let undone = own(&device.members()).map_err(GrowError::from).and_then(|set| set.begin_generation(set.names()));
         let Err(not_undone) = undone else { return Err(why) };
         std::mem::forget(devices.to_vec());
-        let names = names(devices);
         return Err(match [why, not_undone] {
             [GrowError::NotDurable(error), _] | [_, GrowError::NotDurable(error)] => GrowError::NotDurable(error),
+            // First the way out: who reads it may have room for no more.
             [why, _] => {
-                format!("{why}; {names} may be the volume's at the next mount: keep what is there, and mount it again").into()
+                let names = names(devices);
+                format!("keep what is there, and mount the volume again: {names} may be the volume's at the next mount; {why}")
+                    .into()
             }
         });
     }

@@ -57,7 +57,7 @@ pub fn open_alone<T>(
     mode: OpenMode,
     claim: impl Fn() -> gpunvme_blockdev::Result<ClaimedBy<T>>,
 ) -> Result<Option<ClaimedBy<T>>, ClaimError> {
-    if path_of(device).and_then(search::glance).is_some() {
+    if glance(device).is_some() {
         return Ok(None);
     }
     let (opened, with) = claim_by(device, mode, claim)?;
@@ -73,10 +73,15 @@ pub fn open_alone<T>(
 /// A text: a member is missing or there twice.
 pub fn look(device: &str) -> Result<Vec<String>, String> {
     let own = std::iter::once(device.to_owned());
-    match path_of(device).and_then(search::glance) {
+    match glance(device) {
         Some(copies) => Ok(own.chain(search::others(device, &copies)?).collect()),
         None => Ok(own.collect()),
     }
+}
+
+/// What a device that has a path says of itself, where it is a member that this program can use.
+fn glance(device: &str) -> Option<Copies> {
+    path_of(device).and_then(|path| search::glance(path).ok().flatten())
 }
 
 /// Claims the volume that `device` names, alone or with `others` as [`open`] does, and gives it the

@@ -28,9 +28,15 @@ pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, Strin
         return Err(format!("member {number} of the {count} of a volume; name all of them, with + between their names"));
     };
     let mut found = vec![(device.to_owned(), copies.clone())];
+    let mut unusable = Vec::new();
     for candidate in candidates(&path) {
-        let Some(other) = glance(&candidate).filter(|other| other.is_of_volume_of(copies)) else { continue };
-        found.push((candidate.to_string_lossy().into_owned(), other));
+        match glance(&candidate) {
+            Ok(Some(other)) if other.is_of_volume_of(copies) => {
+                found.push((candidate.to_string_lossy().into_owned(), other));
+            }
+            Ok(_) => {}
+            Err(why) => unusable.push(format!("{}: {why}", candidate.display())),
+        }
     }
     let current = set::current(found.iter().map(|(_, copies)| copies));
     let (count, generation) = (current.place.members, current.generation);
@@ -60,7 +66,11 @@ pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, Strin
     }
     let missing: Vec<u16> = (0..count).filter(|number| members[usize::from(*number)].is_none()).collect();
     if !missing.is_empty() {
-        return Err(set::lacks(own, count, &missing));
+        let lacks = set::lacks(own, count, &missing);
+        return Err(match &unusable[..] {
+            [] => lacks,
+            unusable => format!("{lacks}. Members of this or another volume that cannot be used: {}", unusable.join("; ")),
+        });
     }
     Ok(members.into_iter().flatten().map(|(name, _)| name.clone()).filter(|name| name != device).collect())
 }
@@ -106,9 +116,15 @@ fn block_device(sysfs: &Path) -> Option<PathBuf> {
     Some(Path::new("/dev").join(name))
 }
 
-/// What a file or block device says of itself, where it is a member.
-pub(super) fn glance(path: &Path) -> Option<Copies> {
-    let file: File = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).ok()?;
-    let len = (&file).seek(SeekFrom::End(0)).ok()?;
-    Copies::glance(&file, len).ok().flatten()
+/// What a file or block device says of itself, where it is a member and can be read.
+///
+/// # Errors
+/// A text: it is a member that this program cannot use.
+pub(super) fn glance(path: &Path) -> Result<Option<Copies>, String> {
+    let open = || {
+        let file: File = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path).ok()?;
+        let len = (&file).seek(SeekFrom::End(0)).ok()?;
+        Some((file, len))
+    };
+    open().map_or(Ok(None), |(file, len)| Copies::glance(&file, len))
 }

@@ -167,31 +167,62 @@ fn volume_name(member: &Member) -> String {
 ///
 /// A first superblock of generation g says that each member had g in its last one, durably. So a
 /// member with g in neither has missed it: it was away when the volume was opened for writing, or
-/// is an older copy of itself. One that is ahead in its last superblock was there when an opening
-/// was cut short, before anything was written.
+/// is an older copy of itself. One that is ahead in its last superblock, and has no first, was
+/// there when an opening was cut short while that was written: all others know of its generation.
 fn same_generation(members: &[(&str, &Copies)]) -> Result<(Generation, u64), String> {
     let generation = |member: &Option<Member>| member.as_ref().map(|member| member.generation);
     let firsts = members.iter().filter_map(|(_, copies)| generation(&copies.first));
     let lasts = members.iter().filter_map(|(_, copies)| generation(&copies.last));
     let newest = |generations: &mut dyn Iterator<Item = Generation>| generations.max_by_key(|generation| generation.number);
     let current = newest(&mut firsts.clone()).or_else(|| newest(&mut lasts.clone())).expect("each has one of them");
+    let own = |copies: &Copies| {
+        [&copies.first, &copies.last].into_iter().flatten().map(|member| member.generation.number).max().unwrap_or(0)
+    };
     for (name, copies) in members {
-        let (first, last) = (generation(&copies.first), generation(&copies.last));
-        let is_ahead = first.is_none() && last.is_some_and(|last| last.number > current.number);
-        if first == Some(current) || last == Some(current) || is_ahead {
+        if copies.of(current).is_some() {
             continue;
         }
-        let own = [first, last].into_iter().flatten().map(|generation| generation.number).max().unwrap_or(0);
-        let why = match own < current.number {
-            true => format!("is stale: it is of generation {own}, and others are of {}", current.number),
+        let ahead = generation(&copies.last).filter(|last| copies.first.is_none() && last.number > current.number);
+        let (name, copies, newest) = match ahead {
+            Some(ahead) => match members.iter().find(|(_, other)| other.of(ahead).is_none()) {
+                Some((other, copies)) => (other, copies, ahead),
+                None => continue,
+            },
+            None => (name, copies, current),
+        };
+        let own = own(copies);
+        let why = match own < newest.number {
+            true => format!("is stale: it is of generation {own}, and others are of {}", newest.number),
             false => format!(
                 "is of another copy of the volume: both were opened for writing since they were copied (generation {own})"
             ),
         };
-        return Err(format!("{name} {why}; what was written since is not on it: put the device back that was there then"));
+        return Err(format!(
+            "{name} {why}; what was written since is not on it: put the device back that was there then{}",
+            or_leave_out(members, newest)
+        ));
     }
     let highest = firsts.chain(lasts).map(|generation| generation.number).max().expect("each has one of them");
     Ok((current, highest))
+}
+
+/// The other way out, where a first superblock of this generation is on members alone that came
+/// last.
+fn or_leave_out(members: &[(&str, &Copies)], newest: Generation) -> String {
+    let knows = |copies: &&Copies| copies.first.as_ref().is_some_and(|first| first.generation == newest);
+    let came_last = |copies: &Copies| {
+        let place = copies.any().place;
+        place.number > 0 && place.number + 1 == place.sets
+    };
+    let mut of_newest = members.iter().filter(|(_, copies)| knows(copies)).peekable();
+    if of_newest.peek().is_none() || !of_newest.clone().all(|(_, copies)| came_last(copies)) {
+        return String::new();
+    }
+    let names: Vec<&str> = of_newest.map(|(name, _)| *name).collect();
+    format!(
+        ". Or {} was being added when the power failed, and was not: name the others alone, with -o device=NAME (fsck.gpunvme: --with NAME)",
+        names.join(", ")
+    )
 }
 
 impl Set {
@@ -203,6 +234,14 @@ impl Set {
     /// How the sets of the volume lie on their members.
     pub fn sets(&self) -> &[Striping] {
         &self.sets
+    }
+
+    /// Whether the device of a member is larger than the member.
+    pub fn has_more(&self) -> bool {
+        self.members.iter().any(|(device, copies)| {
+            let member = copies.of(self.current).unwrap_or_else(|| copies.any());
+            copies::blocks_of(device) > member.blocks
+        })
     }
 
     /// The names of the volume: those of the generation that all members know of. One that was cut
@@ -224,7 +263,7 @@ impl Set {
     /// # Errors
     /// A device failed.
     pub fn begin_generation(&self, names: &Names) -> Result<(), GrowError> {
-        self.begin(names, &self.sets, None, &[])
+        self.begin(names, &self.sets, false, &[])
     }
 
     /// Begins a new generation, in which the volume has as much of the members of its last set as
@@ -233,9 +272,8 @@ impl Set {
     /// # Errors
     /// A device failed.
     pub fn begin_larger(&self, last: Striping) -> Result<(), GrowError> {
-        let blocks: Vec<u64> = self.members.iter().map(|(device, _)| copies::blocks_of(device)).collect();
         let before = &self.sets[..self.sets.len() - 1];
-        self.begin(self.names(), &[before, &[last]].concat(), Some(&blocks), &[])
+        self.begin(self.names(), &[before, &[last]].concat(), true, &[])
     }
 
     /// Begins a new generation, in which the volume has one set more, of these devices.
@@ -243,19 +281,13 @@ impl Set {
     /// # Errors
     /// A device failed.
     pub fn begin_set(&self, set: Striping, devices: &[Arc<dyn BlockDevice>]) -> Result<(), GrowError> {
-        self.begin(self.names(), &[&self.sets[..], &[set]].concat(), None, devices)
+        self.begin(self.names(), &[&self.sets[..], &[set]].concat(), false, devices)
     }
 
-    /// `blocks`: how large the members are now, where that has changed. `added`: the devices of the
-    /// last set, where it is new. They become members with the others: until a first superblock
-    /// of the others is of the new generation, the volume is as good without them.
-    fn begin(
-        &self,
-        names: &Names,
-        sets: &[Striping],
-        blocks: Option<&[u64]>,
-        added: &[Arc<dyn BlockDevice>],
-    ) -> Result<(), GrowError> {
+    /// `is_larger`: the members of the last set are as large as their devices now. `added`: the
+    /// devices of the last set, where it is new. They become members with the others: until a first
+    /// superblock of the others is of the new generation, the volume is as good without them.
+    fn begin(&self, names: &Names, sets: &[Striping], is_larger: bool, added: &[Arc<dyn BlockDevice>]) -> Result<(), GrowError> {
         let (old, new) = (SetPlace::all(&self.sets), SetPlace::all(sets));
         let now = |copies: &Copies| {
             let member = copies.of(self.current).unwrap_or_else(|| copies.any()).clone();
@@ -285,10 +317,10 @@ impl Set {
         let next = self.highest.checked_add(1).ok_or("there is no generation behind the members' last one".to_owned())?;
         let next = generation(next)?;
         let mut all: Vec<(&Arc<dyn BlockDevice>, Member)> = Vec::new();
-        for (number, (device, copies)) in self.members.iter().enumerate() {
+        for (device, copies) in &self.members {
             let now = now(copies);
             let set = usize::from(now.place.number);
-            let blocks = blocks.map_or(now.blocks, |blocks| blocks[number]);
+            let blocks = if is_larger && set + 1 == sets.len() { copies::blocks_of(device) } else { now.blocks };
             let member = Member { generation: next, names: names.clone(), place: new[set], striping: sets[set], blocks, ..now };
             all.push((device, member));
         }
@@ -371,6 +403,11 @@ mod tests {
             let why = judged(&states).unwrap_err();
             assert!(why.starts_with("b is stale: it is of generation 4, and others are of 5"), "{why}");
         }
+        // The only first superblock is that of the one that was away.
+        for states in [[copies(None, NOW), copies(OLD, OLD)], [copies(None, NOW), copies(OLD, None)]] {
+            let why = judged(&states).unwrap_err();
+            assert!(why.starts_with("b is stale: it is of generation 4, and others are of 5"), "{why}");
+        }
         // It was there when an opening was cut short, and away at the next.
         let again = Generation { number: 7, stamp: [7; 16] };
         let why = judged(&[copies(again, again), copies(again, again), copies(NOW, NEXT)]).unwrap_err();
@@ -419,6 +456,22 @@ mod tests {
             assert_eq!(known.len(), usize::from(place.members), "{states:?}");
             let (generation, _) = same_generation(&known).unwrap();
             assert_eq!(same_sets(&known, generation).unwrap().len(), usize::from(sets), "{states:?}");
+        }
+    }
+
+    #[test]
+    fn members_that_came_last_and_know_alone_of_a_generation_can_be_left_out() {
+        // What was being added had its first superblock; another generation, without it, was begun,
+        // and did not get to its end.
+        let (undone, again) = (Some(Generation { number: 7, stamp: [7; 16] }), (Some(NEXT), Some(NEXT)));
+        for (states, can) in
+            [([(Some(NOW), undone), (Some(NOW), undone), again], true), ([again, (Some(NOW), undone), again], false)]
+        {
+            let members = growing(states);
+            let all: Vec<(&str, &Copies)> = ["a", "b", "c"].into_iter().zip(&members).collect();
+            let why = same_generation(&all).unwrap_err();
+            assert!(why.contains("is of another copy of the volume"), "{why}");
+            assert_eq!(why.contains("Or c was being added"), can, "{why}");
         }
     }
 

@@ -15,6 +15,30 @@ pub(in crate::volume) fn descriptor(blocks: &impl Blocks, group: u64) -> Attempt
     Ok(Descriptor::load(blocks.block(address, BlockKind::Descriptors)?, index))
 }
 
+/// The descriptors of many groups, one after the other: each of their blocks is looked up once.
+pub(super) struct Descriptors<'a, B> {
+    blocks: &'a B,
+    last: Option<(u64, &'a Block)>,
+}
+
+impl<'a, B: Blocks> Descriptors<'a, B> {
+    pub fn of(blocks: &'a B) -> Self {
+        Descriptors { blocks, last: None }
+    }
+
+    pub fn get(&mut self, group: u64) -> Attempt<Descriptor> {
+        #[cfg(test)]
+        tests::LOOKED_AT.set(tests::LOOKED_AT.get() + 1);
+        let (address, index) = self.blocks.meta().geometry.descriptor(group);
+        let block = match self.last {
+            Some((last, block)) if last == address => block,
+            _ => self.blocks.block(address, BlockKind::Descriptors)?,
+        };
+        self.last = Some((address, block));
+        Ok(Descriptor::load(block, index))
+    }
+}
+
 /// The bitmap of a group; none when nothing was allocated in it yet.
 pub(in crate::volume) fn bitmap(blocks: &impl Blocks, group: u64) -> Attempt<Option<&Block>> {
     if !descriptor(blocks, group)?.initialized {

@@ -4,7 +4,7 @@ use gpunvme_layout::Corrupt;
 use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::group::{self, ChunkKind};
 
-use super::bitmaps::{bitmap, descriptor};
+use super::bitmaps::{Descriptors, bitmap, descriptor};
 use super::room::NODES_LEFT;
 use crate::error::{Attempt, Fail, Stall};
 use crate::volume::meta::Blocks;
@@ -47,9 +47,10 @@ impl Op<'_> {
         let has_none = self.meta().free_nodes == Some(0);
         let groups = if has_none { 0 } else { self.meta().geometry.groups };
         let first = self.hints().node;
+        let mut descriptors = Descriptors::of(&*self);
         for i in 0..groups {
             let group = (first + i) % groups;
-            if descriptor(self, group)?.free_metadata > 0 {
+            if descriptors.get(group)?.free_metadata > 0 {
                 return self.take_node(group);
             }
         }
@@ -141,10 +142,14 @@ impl Op<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::bitmaps::tests::LOOKED_AT;
+    use gpunvme_layout::geometry::DESCRIPTORS_PER_BLOCK;
+    use gpunvme_layout::{BLOCK_SIZE, Block};
+
     use super::*;
     use crate::error::FsError;
     use crate::volume::Promised;
     use crate::volume::format::tests::volume;
+    use crate::volume::io::write_block;
 
     #[test]
     fn names_wait_for_nodes_that_writes_in_flight_give_back() {
@@ -157,6 +162,30 @@ mod tests {
         assert!(matches!(room(), Err(Fail::Stall(Stall::Nodes))));
         volume.forget_promise(promised);
         assert!(room().is_ok());
+    }
+
+    #[test]
+    fn who_looks_at_all_groups_begins_anew_a_few_times() {
+        let volume = volume(64 << 40);
+        assert!(volume.superblock().geometry().descriptor_blocks().count() > 1000);
+        let mut attempts = 0;
+        let free = volume.wait(|| {
+            attempts += 1;
+            volume.begin()?.free_nodes()
+        });
+        assert_eq!(free.unwrap(), CHUNK_BLOCKS - 1);
+        assert!(attempts < 8, "{attempts} attempts");
+    }
+
+    #[test]
+    fn a_damaged_descriptor_block_concerns_those_who_need_it() {
+        let volume = volume(1 << 40);
+        let blocks: Vec<u64> = volume.superblock().geometry().descriptor_blocks().map(|(address, _)| address).collect();
+        write_block(&volume.io, &Block::from_bytes(&[0; BLOCK_SIZE]), blocks[9]).unwrap();
+        let look_at = |group| volume.wait(|| descriptor(&*volume.meta.read(), group).map(drop));
+        look_at(8 * DESCRIPTORS_PER_BLOCK).unwrap();
+        look_at(10 * DESCRIPTORS_PER_BLOCK).unwrap();
+        assert!(matches!(look_at(9 * DESCRIPTORS_PER_BLOCK), Err(FsError::Corrupt(_))));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use gpunvme_layout::Block;
 use gpunvme_layout::geometry::{CHUNK_BLOCKS, GROUP_CHUNKS};
 use gpunvme_layout::group::{self, ChunkKind};
 
-use super::bitmaps::{bitmap, descriptor};
+use super::bitmaps::{Descriptors, bitmap};
 use crate::error::Attempt;
 use crate::volume::meta::Meta;
 use crate::volume::reserved;
@@ -133,10 +133,10 @@ impl Meta {
     /// The first block of the last wholly free chunk: small runs and metadata come from the other
     /// end than large runs.
     pub(super) fn free_chunk(&self) -> Attempt<Option<u64>> {
-        let groups = self.geometry.groups;
+        let (groups, mut descriptors) = (self.geometry.groups, Descriptors::of(self));
         for i in 0..groups {
             let group = (2 * groups - 1 - self.hints.full_behind - i) % groups;
-            if descriptor(self, group)?.free_chunks == 0 {
+            if descriptors.get(group)?.free_chunks == 0 {
                 continue;
             }
             let bitmap = bitmap(self, group)?;
@@ -168,12 +168,12 @@ impl Meta {
         if want_chunks == 0 {
             return Ok(None);
         }
-        let groups = self.geometry.groups;
+        let (groups, mut descriptors) = (self.geometry.groups, Descriptors::of(self));
         let mut best: Option<(u64, u64, u64)> = None;
         let mut searched = 0;
         for i in 0..groups {
             let group = (self.hints.first_chunk + i) % groups;
-            let most = u64::from(descriptor(self, group)?.free_chunks);
+            let most = u64::from(descriptors.get(group)?.free_chunks);
             if most == 0 || best.is_some_and(|(_, _, len)| most <= len.min(want_chunks)) {
                 continue;
             }
@@ -243,10 +243,10 @@ impl Meta {
     /// The first run that is left, in chunks that nothing was claimed of yet and data is on its way
     /// to, or in those that metadata can do without.
     fn any_run(&self, want: u64) -> Attempt<Option<Run>> {
-        let breakable = Some(self.chunks_for_promised_data());
+        let (breakable, mut descriptors) = (Some(self.chunks_for_promised_data()), Descriptors::of(self));
         for i in 0..self.geometry.groups {
             let group = (self.hints.small + i) % self.geometry.groups;
-            if descriptor(self, group)?.free_blocks == 0 {
+            if descriptors.get(group)?.free_blocks == 0 {
                 continue;
             }
             let end = self.geometry.group_chunks(group) * CHUNK_BLOCKS;
@@ -260,12 +260,12 @@ impl Meta {
     /// A run in chunks that hold data already: `want` blocks of the shortest run that has as many,
     /// in the first group that has one, or the longest run of some groups.
     fn shared_run(&self, want: u64) -> Attempt<Option<Run>> {
-        let groups = self.geometry.groups;
+        let (groups, mut descriptors) = (self.geometry.groups, Descriptors::of(self));
         let mut longest: Option<Run> = None;
         let mut searched = 0;
         for i in 0..groups {
             let group = (self.hints.small + i) % groups;
-            let shared = descriptor(self, group)?.free_shared();
+            let shared = descriptors.get(group)?.free_shared();
             if shared == 0 || longest.is_some_and(|run| shared <= run.len) {
                 continue;
             }

@@ -15,7 +15,7 @@
 
 use gpunvme_layout::geometry::CHUNK_BLOCKS;
 
-use super::bitmaps::descriptor;
+use super::bitmaps::Descriptors;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::meta::{Blocks, Meta};
 use crate::volume::op::Op;
@@ -132,9 +132,9 @@ impl Meta {
         if let Some(nodes) = self.free_nodes {
             return Ok(nodes);
         }
-        let mut nodes = 0;
+        let (mut nodes, mut descriptors) = (0, Descriptors::of(self));
         for group in 0..self.geometry.groups {
-            nodes += u64::from(descriptor(self, group)?.free_metadata);
+            nodes += u64::from(descriptors.get(group)?.free_metadata);
         }
         Ok(nodes)
     }

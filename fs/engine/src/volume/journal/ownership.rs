@@ -39,7 +39,7 @@ impl Volume {
     ///
     /// # Errors
     /// [`FsError::Taken`]: it is not, and nothing more is written.
-    pub(in crate::volume) fn is_ours(&self) -> Result<(), FsError> {
+    pub fn is_ours(&self) -> Result<(), FsError> {
         let anchors = self.lock(&self.anchors);
         self.is_still_ours(&anchors).map_err(|e| self.fail(e))
     }

@@ -61,7 +61,7 @@ impl Front {
         let end = start.saturating_add(len) / BLOCK * BLOCK;
         let mut answer = abi::Trim { next: start, ..abi::Trim::default() };
         let done = self.may_administer(caller).and_then(|()| {
-            while answer.next < end {
+            while answer.next < end && !self.general.is_ending() {
                 let part = abi::Trim { start: answer.next, len: end - answer.next, minimum, ..abi::Trim::default() };
                 self.trim_for_a_moment(&part, &mut answer)?;
             }
@@ -92,11 +92,13 @@ impl Front {
         let grown = self.may_administer(caller).and_then(|()| {
             // What devices have come is the growth of the call that brought them.
             let _one_at_a_time = self.growth.lock();
-            match devices {
+            let grown = match devices {
                 _ if is_check => self.may_grow(devices).map(|()| [self.fs.volume().geometry().data_blocks(); 2]),
                 [] => self.grow_with_devices(),
                 devices => self.grow_by(devices),
-            }
+            };
+            // The answer has not got room for all words.
+            grown.inspect_err(|(_, why)| tracing::warn!("the volume has not grown: {why}"))
         });
         self.direct.server.stats.call(Command::Grow, grown.is_err());
         match grown {
@@ -113,16 +115,20 @@ impl Front {
 
     /// Has all that the devices have become larger by.
     fn grow_with_devices(&self) -> Result<[u64; 2], Refusal> {
-        let why = self.devices.look_again().map_err(|error| self.not_grown(libc::EIO, error))?;
-        self.fs.volume().grow().map_err(|error| match (&error, why) {
-            (FsError::CannotGrow { .. }, Some(why)) => (error.errno(), why),
-            _ => refusal(&error),
-        })
+        let volume = self.fs.volume();
+        volume.is_ours().map_err(|error| refusal(&error))?;
+        let may_have = |bytes| volume.may_grow_to(bytes).map_err(|error| error.to_string());
+        let why = self.devices.look_again(&may_have).map_err(|error| self.not_grown(libc::EIO, error))?;
+        match (volume.grow(), why) {
+            (Ok([before, capacity]), Some(why)) if before == capacity => Err((libc::EINVAL, why)),
+            (Err(FsError::CannotGrow { .. }), Some(why)) => Err((libc::EINVAL, why)),
+            (grown, _) => grown.map_err(|error| refusal(&error)),
+        }
     }
 
     /// Has further devices.
     fn grow_by(&self, devices: &[String]) -> Result<[u64; 2], Refusal> {
-        self.fs.volume().may_grow().map_err(|error| refusal(&error))?;
+        self.may_grow(&[])?;
         self.devices.add(devices).map_err(|error| self.not_grown(libc::EINVAL, error))?;
         self.fs.volume().grow().map_err(|error| {
             let (errno, why) = refusal(&error);

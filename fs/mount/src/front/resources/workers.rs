@@ -115,6 +115,11 @@ impl Workers {
         }
         state.tasks.clear();
     }
+
+    /// Whether the end is waited for: a task that lasts ends itself then.
+    pub fn is_ending(&self) -> bool {
+        self.shared.state.lock().ending
+    }
 }
 
 impl Spawn for Workers {
