@@ -65,13 +65,15 @@ pub enum Error {
         limit: u64,
     },
     /// The device, or the way it was opened, allows no writing.
-    #[error("{device}: is read-only; clear its write protection or remount its filesystem writable, and open it for writing")]
+    #[error(
+        "{device}: is read-only; clear its write protection, or remount the filesystem writable that it lies on (a mount with -o ro needs neither)"
+    )]
     ReadOnly {
         /// The DEVICE string.
         device: Arc<str>,
     },
     /// The path is neither a block device nor a regular file.
-    #[error("{device}: is neither a block device nor a regular file; name a namespace such as /dev/nvme0n1, or an image file")]
+    #[error("{device}: is neither a block device nor a regular file; name a namespace such as /dev/nvme1n1, or an image file")]
     NotABlockDevice {
         /// The DEVICE string.
         device: Arc<str>,

@@ -45,7 +45,10 @@ impl Connection {
         let failed = |errno| Error::Path { path: path.to_owned(), action: "ask it about its filesystem", errno };
         let stat = rustix::fs::fstat(&file).map_err(failed)?;
         if !matches!(FileType::from_raw_mode(stat.st_mode), FileType::RegularFile | FileType::Directory) {
-            return Err(Error::WrongKind { path: path.to_owned(), needed: "must be a regular file or a directory" });
+            return Err(Error::WrongKind {
+                path: path.to_owned(),
+                needed: "must be a regular file or a directory on a mount; `gpunvme probe` tells of a device",
+            });
         }
         let connection =
             Connection { file, filesystem: stat.st_dev, path: path.to_owned(), limits: Limits::default(), socket: String::new() };

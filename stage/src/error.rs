@@ -21,7 +21,7 @@ pub enum Error {
         "{0}: a URL with a user, a password, a query or a fragment would be kept in the manifest: give credentials as the store's own tools take them, and write ? and # of a name as %3F and %23"
     )]
     Credentials(String),
-    #[error("{0}: there is no object and no folder of that name")]
+    #[error("{0}: there is no object of that name, and no folder with something in it")]
     Nothing(String),
     #[error("the store's object {name:?} cannot become a file here: {why}")]
     Name { name: String, why: &'static str },
@@ -46,7 +46,7 @@ pub enum Error {
     ProfileLine { path: PathBuf, line: usize },
     #[error("{} has no certificates that can be read (AWS_CA_BUNDLE, or ca_bundle of the profile)", .0.display())]
     Authorities(PathBuf),
-    #[error("{name}: {source}")]
+    #[error("{name}: {}", in_words(source))]
     Store { name: String, source: object_store::Error },
     #[error("{0}")]
     Direct(#[from] gpunvme::Error),
@@ -102,6 +102,23 @@ pub enum Error {
     Task(#[from] tokio::task::JoinError),
     #[error("{0}")]
     Runtime(std::io::Error),
+}
+
+/// Where machines of a cloud ask for credentials (the instance metadata service).
+const METADATA_SERVICE: &str = "169.254.169.254";
+
+/// What a store said, or why it could not be asked, without how often it was.
+fn in_words(error: &object_store::Error) -> String {
+    let text = error.to_string();
+    if text.contains(METADATA_SERVICE) {
+        return "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE".to_owned();
+    }
+    let mut innermost: &dyn std::error::Error = error;
+    while let Some(source) = innermost.source() {
+        innermost = source;
+    }
+    let why = innermost.to_string();
+    if text.contains(&why) { text } else { format!("{text}: {why}") }
 }
 
 fn shown(paths: &[PathBuf]) -> String {

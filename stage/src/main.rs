@@ -30,7 +30,7 @@ use clap::{Parser, Subcommand};
 use error::{Error, Result, printable};
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::sets::{Evict, Hydrate, Publish, Stage, Verify};
-use gpunvme_programs::terminal::{complain, print};
+use gpunvme_programs::terminal::{complain, has_colours, print};
 use ranks::Rank;
 use reservation::Limit;
 use selection::Selection;
@@ -72,7 +72,7 @@ enum Command {
 fn main() -> ExitCode {
     let args = Args::parse();
     let filter = tracing_subscriber::EnvFilter::from_default_env();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(has_colours()).with_writer(std::io::stderr).init();
     match run(&args) {
         Ok(text) => match print(format_args!("{text}\n")) {
             Err(error) => {

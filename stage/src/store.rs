@@ -138,6 +138,9 @@ impl Store {
         if !url.username().is_empty() || url.password().is_some() || url.query().is_some() || url.fragment().is_some() {
             return Err(Error::Credentials(shown));
         }
+        if url.scheme() == "http" {
+            return Err(Error::NoUrl(shown));
+        }
         let Remote { store, multipart, prefix, lists } = Remote::open(url, &shown, reads)?;
         Ok(Store { store, multipart, prefix, url: url.as_str().trim_end_matches('/').into(), lists })
     }
@@ -184,7 +187,7 @@ impl Store {
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             // What lies below a single object.
             Err(object_store::Error::Generic { .. }) if self.folder().is_some() => return Ok(None),
-            found => found.map_err(Error::store(name))?,
+            found => found.map_err(Error::store(format!("{}/{name}", self.url)))?,
         };
         if found.meta.size > MOST_MANIFEST {
             return Err(wrong());

@@ -11,7 +11,7 @@ pub mod volume;
 
 pub use data::Filesystem;
 pub use error::FsError;
-pub use volume::{FormatOptions, FormatReport, Volume, VolumeOptions, format, probe};
+pub use volume::{FormatOptions, FormatReport, Volume, VolumeOptions, format, is_clean, probe};
 
 // What callers meet of the on-disk format: units and limits, and the values in attributes and
 // errors.

@@ -179,7 +179,9 @@ impl Open {
     fn send(self, error: i32, body: [&[u8]; 2]) {
         let header = header(self.unique, error, body);
         let fetched = if self.fetches { (body[0].len() + body[1].len()) as u64 } else { 0 };
-        let ended = Ended { count: 1, bytes: self.brings + fetched, failed: header.error < 0 };
+        // ENOSYS tells the kernel not to ask again.
+        let failed = header.error < 0 && header.error != Errno::NOSYS.raw_os_error().wrapping_neg();
+        let ended = Ended { count: 1, bytes: self.brings + fetched, failed };
         let meter = self.channel.meter();
         meter.end(self.begun, ended);
         if meter.activity.is_watched() {

@@ -26,7 +26,7 @@ const RELEASE_POLL: Duration = Duration::from_millis(20);
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// It is mounted.
-    #[error("already mounted on {} (type {})", .0.dir.display(), .0.fs_type)]
+    #[error("already mounted on {} (type {}); `umount {}` first", .0.dir.display(), .0.fs_type, .0.dir.display())]
     Mounted(Mount),
     /// It is mounted by a daemon that has gone without unmounting.
     #[error("still mounted on {}, by a daemon that was killed; `umount {}` ends that", .0.dir.display(), .0.dir.display())]
@@ -105,6 +105,14 @@ pub fn await_release(device: &str) -> Result<(), ClaimError> {
         };
         patiently(device, OpenMode::ReadOnly, open, || Ok(None))
     })
+}
+
+/// Whether another process has a device, or one of several, at this moment.
+pub fn is_held(device: &str) -> bool {
+    let is_busy = |device: &str| {
+        path_of(device).is_some() && matches!(gpunvme_blockdev::open(device, OpenMode::ReadOnly), Err(Error::Busy { .. }))
+    };
+    split_names(device).into_iter().any(is_busy)
 }
 
 /// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not

@@ -123,6 +123,9 @@ pub enum Quota {
     Percent(u64),
 }
 
+/// A plain number up to this one lacks its unit.
+const MOST_WITHOUT_UNIT: u64 = 1000;
+
 impl FromStr for Quota {
     type Err = &'static str;
 
@@ -134,7 +137,11 @@ impl FromStr for Quota {
         let power = text.chars().last().and_then(|unit| "KMGT".find(unit));
         let number = if power.is_some() { &text[..text.len() - 1] } else { text };
         let factor = power.map_or(1, |power| 1024_u64.pow(power as u32 + 1));
-        number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor)).map(Quota::Bytes).ok_or(WRONG)
+        let bytes = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor)).ok_or(WRONG)?;
+        if power.is_none() && (1..=MOST_WITHOUT_UNIT).contains(&bytes) {
+            return Err("a quota of so few bytes keeps nothing: write 80% or 80G, or 0 for nothing at all");
+        }
+        Ok(Quota::Bytes(bytes))
     }
 }
 
@@ -168,7 +175,8 @@ mod tests {
         {
             assert_eq!(text.parse(), Ok(quota));
         }
-        for wrong in ["", "K", "%", "101%", "-1", "1.5G", "1k", "99999999999T", "ü"] {
+        assert_eq!("1001".parse(), Ok(Quota::Bytes(1001)));
+        for wrong in ["", "K", "%", "101%", "80", "1000", "-1", "1.5G", "1k", "99999999999T", "ü"] {
             assert!(wrong.parse::<Quota>().is_err(), "{wrong}");
         }
     }

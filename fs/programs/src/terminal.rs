@@ -1,7 +1,7 @@
 //! Standard output and standard error of a program, which may be full or closed.
 
 use std::fmt;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 
 /// Writes to standard output. A reader that has gone, as `head` does, has what it wanted.
 ///
@@ -18,6 +18,11 @@ pub fn print(text: fmt::Arguments) -> io::Result<()> {
 /// Writes a line to standard error. If that fails, the exit code is the only report.
 pub fn complain(line: fmt::Arguments) {
     let _ = writeln!(io::stderr(), "{}", in_words(&line.to_string()));
+}
+
+/// Whether standard error shows colours: it is a terminal, and nobody has set `NO_COLOR`.
+pub fn has_colours() -> bool {
+    io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
 /// A message with errors of the system in the kernel's words alone: Rust puts "(os error 2)" behind

@@ -142,7 +142,7 @@ impl Reason {
             }
             Reason::MapDmaRefused => "The IOMMU refused to map the GPU's memory for the device; the daemon's log has the error.",
             Reason::Unaligned => {
-                "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO tells the alignments."
+                "Some bytes were copied by the CPU, because file offset, length or memory is not aligned; INFO (gpunvme info) tells the alignments."
             }
             Reason::ExportRefused => {
                 "CUDA does not export this memory as a dma-buf, or does not end copies to it before they return: managed memory, memory mapped by cuMemMap, memory of another context than the GPU's primary one, a driver with closed kernel modules."

@@ -59,7 +59,7 @@ fn a_quota_makes_room_before_anything_is_fetched() {
     assert_eq!(there, [6, 0, 6, 6], "the one that was not used for the longest time went");
 
     // What is there needs no more room, and only what is missing counts.
-    ends_well(&keeping(&store, &folder("d"), 1).output().unwrap());
+    ends_well(&keeping(&store, &folder("d"), 1001).output().unwrap());
     fs::remove_file(folder("d").join("one")).unwrap();
     assert!(!ends_well(&keeping(&store, &folder("d"), 3 * size()).output().unwrap()).contains("evicted"));
 

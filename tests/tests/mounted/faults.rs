@@ -3,14 +3,15 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
-use std::process::Command;
+use std::os::unix::fs::symlink;
+use std::process::{Command, Output};
 
 use gpunvme::{Mount, Operation, Ring};
 use gpunvme_tests::direct::{Buffer, extents, info};
-use gpunvme_tests::mounted::{Image, Mounted, is_mounted};
+use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
 use gpunvme_tests::rings::{bytes_of, shared, wait_for};
-use gpunvme_tests::{needs_mount, tree};
-use rustix::process::Signal;
+use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::process::{Signal, WaitOptions};
 
 #[test]
 fn a_device_that_cannot_read_gives_eio_and_recovers() {
@@ -62,25 +63,72 @@ fn a_device_that_cannot_read_gives_eio_and_recovers() {
     assert!(bytes_of(&memory, 0, 4096) == data[1 << 20..(1 << 20) + 4096]);
 }
 
+/// A small tmpfs. A sparse image on it is a device that says that it is larger than what can be
+/// written to it.
+struct Small(tempfile::TempDir);
+
+impl Small {
+    fn new(options: &str) -> Small {
+        let small = Small(gpunvme_tests::scratch_dir());
+        small.mount(options);
+        small
+    }
+
+    fn mount(&self, options: &str) {
+        let mut mount = Command::new("mount");
+        assert!(mount.args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(self.0.path()).status().unwrap().success());
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+/// umount(8)'s helper, as it is called where it is installed.
+fn unmount_by_helper(image: &Image) -> Output {
+    let folder = gpunvme_tests::scratch_dir();
+    let helper = folder.path().join("umount.fuse.gpunvme");
+    symlink(programs::path("mount.gpunvme"), &helper).unwrap();
+    Command::new(helper).arg(image.mount_point()).output().unwrap()
+}
+
+#[test]
+fn an_unmount_that_could_not_write_the_volume_down_says_so() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = Image::blank_in(outer.0.path(), 100 << 20);
+    assert!(image.mkfs(&[]).status.success());
+    assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+    let said = unmount_by_helper(&image);
+    assert_eq!(text(&said), "exit status: 0: ", "nothing is lost");
+    assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+    let filled = outer.0.path().join("filled");
+    let mut filler = File::create(&filled).unwrap();
+    let _ = (0..20).try_for_each(|_| filler.write_all(&[1; 1 << 20]));
+    for number in 0..50 {
+        fs::write(image.mount_point().join(number.to_string()), tree::pattern(number, 300_000)).unwrap();
+    }
+    let said = unmount_by_helper(&image);
+    assert!(!is_mounted(&image.mount_point()));
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+    assert!(text(&said).contains("the volume could not be written down: what was not synced before is lost"), "{}", text(&said));
+    fs::remove_file(filled).unwrap();
+    // Nothing is left in memory of a daemon that was killed, nor can be lost by this.
+    let volume = image.mount();
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    let said = unmount_by_helper(volume.image());
+    assert_eq!(text(&said), "exit status: 0: ");
+    volume.abandon();
+}
+
 #[test]
 fn a_device_that_cannot_write_costs_nothing_that_was_synced() {
     needs_mount!();
-    // A sparse image on a small tmpfs: the device says that it is larger than what can be written
-    // to it.
-    let outer = gpunvme_tests::scratch_dir();
-    let mount = |options: &str| {
-        let status = Command::new("mount").args(["-t", "tmpfs", "-o", options, "tmpfs"]).arg(outer.path()).status().unwrap();
-        assert!(status.success());
-    };
-    struct Unmount<'a>(&'a std::path::Path);
-    impl Drop for Unmount<'_> {
-        fn drop(&mut self) {
-            let _ = Command::new("umount").arg("-l").arg(self.0).status();
-        }
-    }
-    mount("size=128m");
-    let _unmount = Unmount(outer.path());
-    let image = Image::blank_in(outer.path(), 1 << 30);
+    let outer = Small::new("size=128m");
+    let image = Image::blank_in(outer.0.path(), 1 << 30);
     assert!(image.mkfs(&[]).status.success());
     let volume = image.mount();
     let kept = tree::pattern(42, 10 << 20);
@@ -98,7 +146,7 @@ fn a_device_that_cannot_write_costs_nothing_that_was_synced() {
     drop(file);
 
     let (_, image) = volume.signal(Signal::TERM);
-    mount("remount,size=2g");
+    outer.mount("remount,size=2g");
     let volume = image.mount();
     assert!(fs::read(volume.path("kept")).unwrap() == kept);
     fs::write(volume.path("new"), &kept).unwrap();

@@ -19,12 +19,7 @@ impl Foreground {
     fn new() -> Foreground {
         let image = Image::formatted();
         let mut mount = programs::command("mount.gpunvme");
-        mount
-            .arg(image.path())
-            .arg(image.mount_point())
-            .args(["-o", "foreground,log=warn"])
-            .env_remove("RUST_LOG")
-            .env("NO_COLOR", "1");
+        mount.arg(image.path()).arg(image.mount_point()).args(["-o", "foreground,log=warn"]).env_remove("RUST_LOG");
         let log = File::create(image.path().with_file_name("log")).unwrap();
         fs::create_dir_all(image.mount_point()).unwrap();
         let foreground = Foreground { daemon: mount.stderr(log).spawn().unwrap(), image };
@@ -37,7 +32,9 @@ impl Foreground {
     }
 
     fn log(&self) -> String {
-        fs::read_to_string(self.image.path().with_file_name("log")).unwrap()
+        let log = fs::read_to_string(self.image.path().with_file_name("log")).unwrap();
+        assert!(!log.contains('\x1b'), "a file shows no colours: {log}");
+        log
     }
 
     /// Waits for a line of the log that has all of these words.

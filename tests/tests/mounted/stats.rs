@@ -215,9 +215,19 @@ fn prometheus_is_answered() {
     drop((both, other));
     let answer = listening.ask(b"GET /metrics HTTP/1.1\r\n\r\n");
     assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    // One that begins before its mounts are there has them when they are.
+    let early = Listening::at("127.0.0.1:0", &dead.mount_point());
+    let answer = early.ask(b"GET /metrics HTTP/1.1\r\n\r\n");
+    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    let away = told(&["--prometheus"], &dead.mount_point());
+    assert!(away.contains("} 0\n") && away.matches("gpunvme_up{").count() == 1, "{away}");
     let volume = dead.mount();
-    assert!(listening.ask(b"GET /metrics HTTP/1.1\r\n\r\n").contains("200 OK"));
-    drop(listening);
+    for listening in [&listening, &early] {
+        assert!(listening.ask(b"GET /metrics HTTP/1.1\r\n\r\n").contains("200 OK"));
+    }
+    drop((listening, early));
+    let refused = stats(&["--listen", "127.0.0.1:0"], &volume.path("missing")).output().unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{}", text(&refused));
     let refused = stats(&["--listen", "0.0.0.0:9108"], &volume.root()).output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
 }

@@ -469,6 +469,14 @@ fn commands_fill_the_page_cache_and_empty_it() {
     ]);
     assert_eq!(told(&["map", "--resident", "set/deep/large"])["parts"], parts);
     assert_eq!(told(&["cool", "set/deep/large", "set/small"])["resident"], 0);
+    // Of a hole nothing is read.
+    let sparse = fs::File::create(volume.path("sparse")).unwrap();
+    sparse.set_len(40 << 30).unwrap();
+    sparse.write_all_at(b"data", 30 << 30).unwrap();
+    sparse.sync_all().unwrap();
+    assert_eq!(told(&["cool", "sparse"])["resident"], 0);
+    let resident = told(&["warm", "sparse"])["resident"].as_u64().unwrap();
+    assert!((1..=4 * MIB).contains(&resident), "{resident}");
     let refused = programs::command("gpunvme").args(["warm", "/etc/hostname"]).output().unwrap();
     assert!(!refused.status.success() && text(&refused).contains("not on a gpunvme mount"), "{}", text(&refused));
 }

@@ -26,7 +26,7 @@ pub struct Args {
 
 #[derive(clap::Args)]
 pub struct Doctor {
-    /// An SSD: /dev/nvme0n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file, with the other
+    /// An SSD: /dev/nvme1n1, a PCI address, vfio:ADDRESS, sim:PATH or an image file, with the other
     /// members of its volume; otherwise all NVMe controllers. With --gpu a directory of a mount
     #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub device: Option<String>,

@@ -4,11 +4,13 @@
 use crate::report::{self, Failure, Report};
 use gpunvme::File;
 use indicatif::{ProgressBar, ProgressStyle};
-use rustix::fs::{Advice, fadvise};
+use rustix::fs::{Advice, SeekFrom, fadvise, seek};
+use rustix::io::Errno;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{IsTerminal, Read};
-use std::os::unix::fs::MetadataExt;
+use std::io::{self, IsTerminal};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// How much is read at once, in bytes: the kernel's own requests are no longer.
@@ -24,17 +26,35 @@ pub fn warm(paths: &[PathBuf]) -> Result<Report, Failure> {
     let mut buffer = vec![0; STEP];
     for (path, _) in &files {
         let failed = |error| Failure(format!("{}: {error}", path.display()));
-        let mut file = fs::File::open(path).map_err(failed)?;
-        loop {
-            let count = file.read(&mut buffer).map_err(failed)?;
-            if count == 0 {
-                break;
+        let file = fs::File::open(path).map_err(failed)?;
+        let mut at = 0;
+        // Holes would fill the page cache with zeros.
+        while let Some(data) = next_data(&file, at).map_err(failed)? {
+            bar.inc(data.start - at);
+            at = data.start;
+            while at < data.end {
+                let most = STEP.min((data.end - at) as usize);
+                let count = file.read_at(&mut buffer[..most], at).map_err(failed)?;
+                if count == 0 {
+                    break;
+                }
+                bar.inc(count as u64);
+                at += count as u64;
             }
-            bar.inc(count as u64);
+            at = data.end;
         }
     }
     bar.finish_and_clear();
     told(&files)
+}
+
+/// Where a file next has data, from a place on.
+fn next_data(file: &fs::File, from: u64) -> io::Result<Option<Range<u64>>> {
+    let start = match seek(file, SeekFrom::Data(from)) {
+        Err(Errno::NXIO) => return Ok(None),
+        found => found?,
+    };
+    Ok(Some(start..seek(file, SeekFrom::Hole(start))?))
 }
 
 /// Has the page cache drop files: what is dirty is written first.

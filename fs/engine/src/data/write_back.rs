@@ -181,12 +181,16 @@ impl Filesystem {
 
     /// Ends a batch that failed: its data is lost, and a caller has to be told.
     fn lost(self: &Arc<Self>, file: &Arc<File>, mut batch: Batch, error: FsError) {
-        tracing::error!(ino = file.ino, %error, "data could not be written back and is lost");
         self.unplace(&mut batch.placed);
         self.volume.forget_promise(Promised { blocks: batch.promised, parts: 0 });
         let mut state = file.state.lock();
         // Noted also when the file is not open: a caller that syncs it later, or replaces another
         // file by it, has to know.
+        if state.errors.is_empty() {
+            tracing::error!(ino = file.ino, %error, "data could not be written back and is lost");
+        } else {
+            tracing::debug!(ino = file.ino, %error, "more of its data could not be written back");
+        }
         state.errors.add(error);
         self.has_lost_data.store(true, Ordering::Relaxed);
         if let Some(tail) = batch.tail.filter(|tail| !state.buffer.has_dirty(*tail..*tail + 1)) {

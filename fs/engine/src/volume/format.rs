@@ -12,6 +12,7 @@ use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{Anchor, Block, BlockKind, Geometry, Inode, Key, State, Superblock, Timestamp, node};
 
 use super::io::{read_blocks, read_superblock};
+use super::journal::read_anchors;
 use crate::error::FsError;
 
 /// Blocks that are read, or written, at once where many follow one another.
@@ -144,6 +145,16 @@ pub fn probe(device: &Arc<dyn BlockDevice>) -> Result<Option<Superblock>, FsErro
         Err(FsError::Corrupt(_)) => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the volume on a device was closed, so that its journal is empty.
+///
+/// # Errors
+/// There is no volume, or it is damaged, or the device failed.
+pub fn is_clean(device: &Arc<dyn BlockDevice>) -> Result<bool, FsError> {
+    let io = Io::inline(device.clone())?;
+    let anchors = read_anchors(&io, &read_superblock(&io)?)?;
+    Ok(Anchor::choose(anchors)?.clean)
 }
 
 fn root_directory(options: &FormatOptions) -> Inode {

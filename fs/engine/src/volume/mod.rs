@@ -56,7 +56,7 @@ pub use cache::CacheUse;
 pub use dir::DirEntry;
 pub use discard::Trimmed;
 pub use extents::Mapping;
-pub use format::{FormatOptions, FormatReport, format, probe};
+pub use format::{FormatOptions, FormatReport, format, is_clean, probe};
 pub(crate) use mapping::{PlacedRun, Stamp};
 pub(crate) use namespace::Renamed;
 pub use namespace::{NewNode, RenameMode};

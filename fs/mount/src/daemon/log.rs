@@ -5,6 +5,7 @@ use std::os::unix::net::UnixDatagram;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use tracing::level_filters::LevelFilter;
 use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
@@ -12,6 +13,7 @@ use tracing_subscriber::reload::Handle;
 
 use super::error::MountError;
 use crate::front;
+use gpunvme_programs::terminal::has_colours;
 
 /// The socket of syslog daemons and of systemd's journal.
 const SYSLOG_SOCKET: &str = "/dev/log";
@@ -29,7 +31,7 @@ pub fn start(filter: &str, foreground: bool) -> Result<Arc<dyn front::Log>, Moun
     // is full or closed.
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).log_internal_errors(false);
     let (started, log) = if foreground {
-        let log = log.with_writer(io::stderr).with_filter_reloading();
+        let log = log.with_ansi(has_colours()).with_writer(io::stderr).with_filter_reloading();
         let handle = log.reload_handle();
         (log.try_init(), Log::started(text, handle))
     } else {
@@ -72,8 +74,20 @@ impl<S: 'static> front::Log for Log<S> {
     }
 }
 
+/// A filter in the syntax of `RUST_LOG`. Errors pass any but `off`.
 fn parse(filter: &str) -> Result<EnvFilter, MountError> {
-    EnvFilter::try_new(filter).map_err(|error| MountError::Usage(format!("option \"log\": {filter:?}: {error}")))
+    let wrong = |why: &dyn std::fmt::Display| MountError::Usage(format!("option \"log\": {filter:?}: {why}"));
+    // The syntax takes any word for the name of a program part.
+    let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
+    let is_known = |word: &str| word.contains(['=', '[']) || word.starts_with("gpunvme") || is_level(word);
+    let words: Vec<&str> = filter.split(',').map(str::trim).filter(|word| !word.is_empty()).collect();
+    if let Some(word) = words.iter().find(|word| !is_known(word)) {
+        let levels = "off, error, warn, info, debug, trace";
+        return Err(wrong(&format!("{word:?} is no level ({levels}), and no part of gpunvme (gpunvme_fuse=debug)")));
+    }
+    let level = if words.iter().any(|word| is_level(word)) { None } else { Some("error") };
+    let words: Vec<&str> = level.into_iter().chain(words).collect();
+    EnvFilter::try_new(words.join(",")).map_err(|error| wrong(&error))
 }
 
 /// Sends each event as one datagram in the form of RFC 3164, as syslog(3) does. Where no daemon
@@ -158,5 +172,22 @@ mod tests {
         let error = parse("info,gpunvme_fuse=loud").unwrap_err();
         assert!(error.to_string().starts_with("option \"log\": "), "{error}");
         assert_eq!(error.exit_code(), 1);
+        for wrong in ["verbose", "warning", "info,loud", "banana,gpunvme_fuse=debug"] {
+            let error = parse(wrong).unwrap_err().to_string();
+            assert!(error.contains("is no level (off, error, warn, info, debug, trace)"), "{error}");
+        }
+        for right in ["", "off", "INFO", "2", "gpunvme_fuse", "gpunvme_fuse=debug", "info, gpunvme_engine=trace", "hyper=info"] {
+            parse(right).unwrap_or_else(|error| panic!("{error}"));
+        }
+    }
+
+    #[test]
+    fn errors_pass_a_filter_of_a_part() {
+        for (filter, passes) in [("gpunvme_fuse=debug", LevelFilter::DEBUG), ("", LevelFilter::ERROR), ("off", LevelFilter::OFF)]
+        {
+            assert_eq!(parse(filter).unwrap().max_level_hint(), Some(passes), "{filter}");
+        }
+        assert!(parse("gpunvme_fuse=debug").unwrap().to_string().contains("error"));
+        assert_eq!(parse("info").unwrap().to_string(), "info");
     }
 }

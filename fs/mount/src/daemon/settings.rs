@@ -36,10 +36,24 @@ pub const MAX_THREADS: usize = 256;
 /// Default filter of the log, in the syntax of `RUST_LOG`.
 pub const DEFAULT_LOG: &str = "info";
 
+/// The largest size that a setting may have.
+const MOST: Size = Size(1 << 40);
+
 /// A number of bytes, written as a plain number or with a suffix: `64M`, `1G`, `512KiB`. Suffixes
 /// are powers of 1024.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 pub struct Size(pub u64);
+
+impl fmt::Display for Size {
+    /// With the largest suffix that leaves a whole number.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shift = [40, 30, 20, 10].into_iter().find(|shift| self.0 > 0 && self.0.is_multiple_of(1 << shift));
+        match shift {
+            Some(shift) => write!(f, "{}{}", self.0 >> shift, [' ', 'K', 'M', 'G', 'T'][shift / 10]),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
 
 impl FromStr for Size {
     type Err = String;
@@ -200,8 +214,8 @@ impl Partial {
         Ok(Settings {
             read_only: self.ro.unwrap_or(false),
             allow_other: self.allow_other.unwrap_or(root),
-            cache: within("cache", cache, MIN_CACHE, 1 << 40)?,
-            write_buffer: within("write_buffer", write_buffer, MIN_WRITE_BUFFER, 1 << 40)?,
+            cache: within("cache", Size(cache), Size(MIN_CACHE), MOST)?.0,
+            write_buffer: within("write_buffer", Size(write_buffer), Size(MIN_WRITE_BUFFER), MOST)?.0,
             threads: within("threads", self.threads.unwrap_or(cores.clamp(2, 16)), 1, MAX_THREADS)?,
             transport: self.transport.unwrap_or_default(),
             commit: Duration::from_secs(commit),

@@ -12,7 +12,9 @@ use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
 use super::error::MountError;
-use gpunvme_programs::claim::{ClaimError, await_release};
+use gpunvme_blockdev::OpenMode;
+use gpunvme_programs::claim::{ClaimError, await_release, is_held};
+use gpunvme_programs::members;
 use gpunvme_programs::mounts::Mount;
 use gpunvme_programs::terminal::complain;
 
@@ -50,19 +52,45 @@ impl Arguments {
             return Err(failed(&"not the mount of a gpunvme volume"));
         }
 
+        let source = mount.source.to_string_lossy();
+        // One that was killed has left the volume as it was.
+        let lives = is_held(&source);
         let mut flags = UnmountFlags::empty();
         flags.set(UnmountFlags::DETACH, self.lazy);
         flags.set(UnmountFlags::FORCE, self.force);
-        release(&dir, flags).map_err(|error| failed(&error))?;
+        release(&dir, flags).map_err(|error| failed(&why_not(error, &mount)))?;
         if self.lazy {
             return Ok(());
         }
         // Having the device, if only for a moment, means that its daemon is done.
-        if let Err(ClaimError::Held) = await_release(&mount.source.to_string_lossy()) {
-            let why = "the daemon still has the device: mounted in another namespace too, or a slow device";
-            complain(format_args!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display()));
+        match await_release(&source) {
+            Err(ClaimError::Held) => {
+                let why = "the daemon still has the device: mounted in another namespace too, or a slow device";
+                complain(format_args!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display()));
+                Ok(())
+            }
+            Ok(()) if lives && !mount.is_read_only && is_unclean(&source) => Err(failed(
+                &"unmounted, but the volume could not be written down: what was not synced before is lost; \
+                  journalctl -t mount.gpunvme says why, and the next mount recovers the rest",
+            )),
+            _ => Ok(()),
         }
-        Ok(())
+    }
+}
+
+/// Whether a volume was left with something in its journal. Who cannot look does not know.
+fn is_unclean(source: &str) -> bool {
+    members::open(source, &[], OpenMode::ReadOnly).is_ok_and(|device| matches!(gpunvme_engine::is_clean(&device), Ok(false)))
+}
+
+/// Why a mount is not to be unmounted by this user.
+fn why_not(errno: Errno, mount: &Mount) -> String {
+    let here = rustix::process::getuid().as_raw();
+    match mount.user {
+        Some(user) if errno == Errno::PERM || (errno == Errno::BUSY && here != 0 && user != here) => {
+            format!("mounted by the user {user}: they or root may unmount it")
+        }
+        _ => errno.to_string(),
     }
 }
 

@@ -68,10 +68,7 @@ impl Client for UnixStream {
 
 /// Answers until it is interrupted.
 pub fn serve(address: &Address, mounts: &[PathBuf]) -> Result<Report, Failure> {
-    // Wrong names are told at once.
-    for mount in mounts {
-        Reading::of(mount)?;
-    }
+    super::exist(mounts)?;
     match address {
         Address::Tcp(address) => {
             let listener = TcpListener::bind(address).map_err(|error| Failure(format!("{address}: {error}")))?;

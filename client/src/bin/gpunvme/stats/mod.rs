@@ -10,6 +10,8 @@ use crate::report::{self, Failure, Report};
 use gpunvme::{Metrics, Mount, OperationKind, Operations};
 use listener::Address;
 use serde_json::{Value, json};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use table::Units;
 
@@ -56,10 +58,8 @@ pub fn run(stats: &Stats, json: bool) -> Result<Report, Failure> {
         return listener::serve(address, &stats.mounts);
     }
     if stats.prometheus {
-        let mut readings = Vec::new();
-        for mount in &stats.mounts {
-            readings.push((mount.as_path(), Ok(Reading::of(mount)?)));
-        }
+        exist(&stats.mounts)?;
+        let readings: Vec<_> = stats.mounts.iter().map(|mount| (mount.as_path(), Reading::of(mount))).collect();
         let mut report = Report::new(Value::Null);
         report.text = prometheus::text(&readings);
         return Ok(report);
@@ -72,6 +72,14 @@ pub fn run(stats: &Stats, json: bool) -> Result<Report, Failure> {
         Some(seconds) => watch::run(mount, seconds, stats.count, units, json),
         None => Ok(summary(&Reading::of(mount)?, units)),
     }
+}
+
+/// Wrong names are told at once. A mount that is away is none.
+fn exist(mounts: &[PathBuf]) -> Result<(), Failure> {
+    mounts.iter().try_for_each(|mount| match fs::symlink_metadata(mount) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Failure(format!("{}: {error}", mount.display()))),
+        _ => Ok(()),
+    })
 }
 
 /// Everything since the mount.

@@ -26,6 +26,6 @@ mod ownership;
 pub(crate) mod recovery;
 mod ring;
 
-pub(crate) use anchors::Anchors;
+pub(crate) use anchors::{Anchors, read_anchors};
 pub(crate) use group::GroupCommit;
 pub(crate) use ring::Journal;
