@@ -292,3 +292,53 @@ fn what_threads_have_written_beside_one_another_on_a_full_volume_is_not_lost() {
     }
     assert_sound(&fs, "after threads");
 }
+
+/// What files have reserved ahead is nobody's yet.
+#[test]
+fn names_have_room_beside_a_file_that_grows() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(250 << 20);
+    make(&device);
+    let fs = open(&device).expect("it was made");
+    let (fixed, log) = (file(&fs, b"fixed"), file(&fs, b"log"));
+    // The log lies behind all else, and before all that is free.
+    let rest = fs.usage().available - 30 * CHUNK;
+    fs.allocate(&WHO, fixed, 0, rest * BLOCK, Allocate::Reserve { grow: true }).expect("there is room");
+    for mebibyte in 0..40 {
+        fs.wait(|| fs.write(log, mebibyte << 20, &[1; 1 << 20], NOW)).expect("there is room");
+        fs.sync_file(log).expect("nothing fails");
+    }
+    let (mut names, mut refused) = (0, false);
+    while !refused && fs.usage().available > 2 * CHUNK {
+        // It takes all that it can, again and again.
+        let end = fs.wait(|| fs.attributes(log)).expect("it is there").inode.size;
+        fs.wait(|| fs.write(log, end, &[1; 4096], NOW)).expect("there is room");
+        fs.sync_file(log).expect("nothing fails");
+        for _ in 0..200 {
+            names += 1;
+            refused |= !had_room(fs.wait(|| fs.create(&WHO, ROOT, format!("{names:0200}").as_bytes(), &FILE)));
+        }
+    }
+    assert!(!refused, "{names} names, and {} blocks are left", fs.usage().available);
+    fs.close().expect("nothing was lost");
+}
+
+#[test]
+fn preallocating_more_than_there_is_takes_nothing() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+    make(&device);
+    let fs = open(&device).expect("it was made");
+    let ino = file(&fs, b"a");
+    let before = fs.usage();
+    for what in [Allocate::Reserve { grow: true }, Allocate::Reserve { grow: false }, Allocate::Zero { grow: true }] {
+        assert!(!had_room(fs.allocate(&WHO, ino, 0, 1 << 30, what)));
+        assert_eq!(fs.usage(), before, "{what:?}");
+    }
+    fs.allocate(&WHO, ino, 0, 20 << 20, Allocate::Reserve { grow: false }).expect("there is room");
+    // What is there need not be had again.
+    fs.allocate(&WHO, ino, 0, (before.available - 512) * BLOCK, Allocate::Reserve { grow: false }).expect("there is room");
+    // A truncation to the size that it has gives back what lies behind.
+    fs.set_size(&WHO, ino, 0).expect("nothing fails");
+    fs.commit().expect("nothing fails");
+    assert_eq!(fs.usage().free, before.free);
+    assert_sound(&fs, "given back");
+}

@@ -178,6 +178,9 @@ impl Filesystem {
 
     fn preallocate_holes(self: &Arc<Self>, file: &File, from: u64, to: u64) -> Result<(), FsError> {
         let (ino, mut at) = (file.ino, from);
+        // Nothing is taken for what cannot be had as a whole.
+        let has = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.blocks;
+        self.volume.may_have((to - from).saturating_sub(has))?;
         while at < to {
             let next = self.volume.wait(|| self.volume.mappings(ino, at, to, 1))?.first().copied();
             let hole_end = next.map_or(to, |m| m.offset);

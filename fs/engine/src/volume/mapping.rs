@@ -145,8 +145,8 @@ impl Volume {
         }
         let mut op = self.begin()?;
         let mut inode = regular(&op, ino)?;
-        // Blocks preallocated beyond the end stay when the file grows.
-        let step = match size < inode.size {
+        // Blocks preallocated beyond the end stay when the file grows, and only then.
+        let step = match size <= inode.size {
             true => extents::remove(&mut op, ino, blocks_of(size), u64::MAX)?,
             false => extents::Step::default(),
         };
@@ -236,7 +236,7 @@ fn map_part(op: &mut Op, ino: u64, inode: &mut Inode, placed_run: &PlacedRun) ->
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::volume::Splits;
     use crate::volume::format::tests::volume;
@@ -269,7 +269,7 @@ mod tests {
         }
     }
 
-    fn new_file(volume: &Volume, name: &[u8]) -> u64 {
+    pub(in crate::volume) fn new_file(volume: &Volume, name: &[u8]) -> u64 {
         let context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
         let new = crate::volume::NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
         volume.wait(|| volume.create(&context, 1, name, &new)).unwrap().0.ino

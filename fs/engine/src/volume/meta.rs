@@ -43,6 +43,8 @@ pub(crate) struct Meta {
     /// Busy blocks that will be free: those that were freed and may not be reused yet, by
     /// themselves; those that growing files have reserved ahead, when the files are asked for them.
     pub pending: u64,
+    /// Blocks of these that are reserved ahead, which files give back at once.
+    pub ahead: u64,
     /// The chunks with blocks that are busy because data is on its way to them.
     pub reserved: ReservedChunks,
     /// What is promised to data that waits in memory or is on its way: blocks, until the data has a
@@ -67,7 +69,7 @@ pub(crate) struct Meta {
 /// Where the allocator looks first.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Hints {
-    /// Group of the last small run.
+    /// The block behind the last small run.
     pub small: u64,
     /// Where the chunk goes on that was broken last.
     pub broken: Option<u64>,
@@ -97,6 +99,7 @@ impl Meta {
             freed: Vec::new(),
             busy: Busy::default(),
             pending: 0,
+            ahead: 0,
             reserved: ReservedChunks::default(),
             promised: Promised::default(),
             emptied: Vec::new(),

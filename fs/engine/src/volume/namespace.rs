@@ -161,7 +161,7 @@ impl Volume {
         living_directory(&op, new_parent)?;
         let source = dir::find(&op, parent, name)?.ok_or(FsError::NotFound)?;
         let target = dir::find(&op, new_parent, new_name)?;
-        if source.file_type == FileType::Directory && is_within(&op, new_parent, source.ino)? {
+        if source.file_type == FileType::Directory && parent != new_parent && is_within(&op, new_parent, source.ino)? {
             return Err(FsError::Invalid("a directory cannot be moved into itself").into());
         }
         match (target, mode) {
@@ -313,7 +313,7 @@ fn moved(op: &mut Op, context: &Context, source: Found, parent: u64) -> Attempt<
 
 /// Exchanges two entries; each is (directory, entry).
 fn exchange(op: &mut Op, context: &Context, a: (u64, Found), b: (u64, Found)) -> Attempt<()> {
-    if b.1.file_type == FileType::Directory && is_within(op, a.0, b.1.ino)? {
+    if b.1.file_type == FileType::Directory && a.0 != b.0 && is_within(op, a.0, b.1.ino)? {
         return Err(FsError::Invalid("a directory cannot be moved into itself").into());
     }
     for (here, other) in [(a, b), (b, a)] {

@@ -1,10 +1,11 @@
 //! Reservations: blocks that are kept for data which is in memory, or on its way to the device. The
 //! device holds no record of them: a crash forgets them.
 
+use super::meta::Meta;
 use super::open::Volume;
 use super::promised::{Promised, Splits};
 use super::run::Run;
-use crate::error::Attempt;
+use crate::error::{Attempt, FsError};
 
 impl Volume {
     /// Keeps `blocks` blocks free for data that waits in memory, and nodes for its mapping. Freed
@@ -33,24 +34,43 @@ impl Volume {
     pub(crate) fn reserve(&self, goal: Option<u64>, want: u64, ahead: u64) -> Attempt<Run> {
         let mut meta = self.meta.write();
         let run = meta.reserve(goal, want + ahead)?;
-        meta.pending += run.len.saturating_sub(want);
+        let ahead = run.len.saturating_sub(want);
+        meta.pending += ahead;
+        meta.ahead += ahead;
         Ok(run)
     }
 
     /// Turns blocks that were reserved ahead into reserved ones.
     pub(crate) fn take_from_ahead(&self, blocks: u64) {
-        self.meta.write().pending -= blocks;
+        self.meta.write().ahead_gone(blocks);
     }
 
     /// Gives back what was reserved ahead.
     pub(crate) fn unreserve_ahead(&self, ahead: Run) {
         let mut meta = self.meta.write();
-        meta.pending -= ahead.len;
+        meta.ahead_gone(ahead.len);
         meta.unreserve(ahead);
+    }
+
+    /// Whether so many blocks can be had, now or when others have given back what they need not.
+    ///
+    /// # Errors
+    /// [`FsError::NoSpace`].
+    pub(crate) fn may_have(&self, blocks: u64) -> Result<(), FsError> {
+        let meta = self.meta.read();
+        if blocks <= meta.available() + meta.pending { Ok(()) } else { Err(FsError::NoSpace) }
     }
 
     /// Gives reserved blocks back.
     pub(crate) fn unreserve(&self, run: Run) {
         self.meta.write().unreserve(run);
+    }
+}
+
+impl Meta {
+    /// Blocks that were reserved ahead are not any more.
+    fn ahead_gone(&mut self, blocks: u64) {
+        self.pending -= blocks;
+        self.ahead -= blocks;
     }
 }

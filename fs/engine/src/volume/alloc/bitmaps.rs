@@ -104,5 +104,7 @@ pub(super) mod tests {
     thread_local! {
         /// Descriptors that were looked at.
         pub static LOOKED_AT: Cell<u64> = const { Cell::new(0) };
+        /// Places in bitmaps that were looked at.
+        pub static PLACES: Cell<u64> = const { Cell::new(0) };
     }
 }

@@ -39,7 +39,12 @@ impl Op<'_> {
         }
         // Writes in flight give back what they do not need, which is most.
         let others_end = promised > 0 && free >= NODES_LEFT + margin;
-        Err(if others_end { Fail::Stall(Stall::Nodes) } else { self.meta().no_chunk() })
+        Err(match self.meta() {
+            _ if others_end => Fail::Stall(Stall::Nodes),
+            // Files that grow have it, and give it back.
+            meta if meta.ahead > 0 => Fail::Stall(Stall::Reuse),
+            meta => meta.no_chunk(),
+        })
     }
 
     /// Allocates a block for a node of the tree.

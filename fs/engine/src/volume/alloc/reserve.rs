@@ -17,8 +17,12 @@ const PIECES_MAX: u64 = 8;
 /// If more than one in so many blocks of a volume is free in holes between small runs, the holes
 /// are used in pieces.
 const HOLES_PART: u64 = 64;
-/// Groups that are searched for a longer run when a shorter one is known.
-const SEARCH_GROUPS: u64 = 16;
+/// Groups with free chunks that are searched for a longer run when a shorter one is known.
+const LONGER_GROUPS: u64 = 16;
+/// Groups in which a hole between data is looked for at once: so many as a block describes.
+const SEARCH_GROUPS: u64 = 504;
+/// Places that are looked at for that: holes, and busy blocks between them.
+const SEARCH_LOOKS: u64 = 64;
 
 /// Whether a run of `run` chunks is a better place than one of `than` chunks for a file that wants
 /// `want` now. A file wants more as it grows: a file that has shown that it is long gets the
@@ -77,12 +81,14 @@ impl Meta {
         let end = (at + want).min(chunks * CHUNK_BLOCKS);
         let whole = want >= CHUNK_BLOCKS || !self.has_many_holes();
         let breakable = whole.then(|| self.breakable_chunks());
-        Ok(self.free_within(group, at, end, breakable)?.filter(|run| run.start == goal))
+        // What lies behind the goal is no matter.
+        Ok(self.free_within(group, at, end, breakable, &mut 1)?.filter(|run| run.start == goal))
     }
 
     /// The first free run of data blocks within `from..to` of a group that is not busy.
     /// `breakable`: also in free chunks, those that data is on its way to and so many others.
-    fn free_within(&self, group: u64, from: u64, to: u64, breakable: Option<u64>) -> Attempt<Option<Run>> {
+    /// `looks`: how many places are looked at, at the most; counted down.
+    fn free_within(&self, group: u64, from: u64, to: u64, breakable: Option<u64>, looks: &mut u64) -> Attempt<Option<Run>> {
         let bitmap = bitmap(self, group)?;
         let base = self.geometry.group_start(group);
         // Whether a run may lie in a chunk, when it already takes so many that nothing is in.
@@ -98,6 +104,12 @@ impl Meta {
                 at = chunk_end;
                 continue;
             }
+            if *looks == 0 {
+                return Ok(None);
+            }
+            *looks -= 1;
+            #[cfg(test)]
+            super::bitmaps::tests::PLACES.set(super::bitmaps::tests::PLACES.get() + 1);
             let Some((start, len)) = bitmap.map_or(Some((at, to - at)), |b| group::find_run(b, at, to, false)) else {
                 return Ok(None);
             };
@@ -177,7 +189,7 @@ impl Meta {
             if most == 0 || best.is_some_and(|(_, _, len)| most <= len.min(want_chunks)) {
                 continue;
             }
-            if best.is_some() && searched >= SEARCH_GROUPS {
+            if best.is_some() && searched >= LONGER_GROUPS {
                 break;
             }
             searched += 1;
@@ -217,7 +229,7 @@ impl Meta {
                 },
             },
         };
-        self.hints.small = self.geometry.locate(run.start).0;
+        self.hints.small = run.end();
         Ok(run)
     }
 
@@ -226,7 +238,8 @@ impl Meta {
         let len = want.min(CHUNK_BLOCKS);
         if let Some(broken) = self.hints.broken {
             let (group, at) = self.geometry.locate(broken);
-            let rest = self.free_within(group, at, (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, Some(self.breakable_chunks()))?;
+            let end = (at / CHUNK_BLOCKS + 1) * CHUNK_BLOCKS;
+            let rest = self.free_within(group, at, end, Some(self.breakable_chunks()), &mut { CHUNK_BLOCKS })?;
             if let Some(rest) = rest.filter(|rest| rest.len >= len) {
                 self.hints.broken = Some(rest.start + len).filter(|next| !next.is_multiple_of(CHUNK_BLOCKS));
                 return Ok(Some(Run { start: rest.start, len }));
@@ -244,54 +257,64 @@ impl Meta {
     /// to, or in those that metadata can do without.
     fn any_run(&self, want: u64) -> Attempt<Option<Run>> {
         let (breakable, mut descriptors) = (Some(self.chunks_for_promised_data()), Descriptors::of(self));
+        let (first, _) = self.last_small();
         for i in 0..self.geometry.groups {
-            let group = (self.hints.small + i) % self.geometry.groups;
+            let group = (first + i) % self.geometry.groups;
             if descriptors.get(group)?.free_blocks == 0 {
                 continue;
             }
             let end = self.geometry.group_chunks(group) * CHUNK_BLOCKS;
-            if let Some(run) = self.free_within(group, 0, end, breakable)? {
+            if let Some(run) = self.free_within(group, 0, end, breakable, &mut { u64::MAX })? {
                 return Ok(Some(Run { start: run.start, len: run.len.min(want) }));
             }
         }
         Ok(None)
     }
 
-    /// A run in chunks that hold data already: `want` blocks of the shortest run that has as many,
-    /// in the first group that has one, or the longest run of some groups.
+    /// A run in chunks that hold data already, from the last small one on: `want` blocks of the
+    /// shortest run that has as many, in the first group that has one, or the longest of those that
+    /// were looked at. These are few, for the metadata lock is held.
     fn shared_run(&self, want: u64) -> Attempt<Option<Run>> {
-        let (groups, mut descriptors) = (self.geometry.groups, Descriptors::of(self));
-        let mut longest: Option<Run> = None;
-        let mut searched = 0;
-        for i in 0..groups {
-            let group = (self.hints.small + i) % groups;
+        let geometry = &self.geometry;
+        let (first, begin) = self.last_small();
+        let (mut longest, mut looks): (Option<Run>, u64) = (None, SEARCH_LOOKS);
+        let mut descriptors = Descriptors::of(self);
+        // At last the part of the first group that lies before.
+        for i in 0..=geometry.groups.min(SEARCH_GROUPS) {
+            let group = (first + i) % geometry.groups;
             let shared = descriptors.get(group)?.free_shared();
             if shared == 0 || longest.is_some_and(|run| shared <= run.len) {
                 continue;
             }
-            if longest.is_some() && searched >= SEARCH_GROUPS {
-                break;
-            }
-            searched += 1;
-            let (mut from, to) = (0, self.geometry.group_chunks(group) * CHUNK_BLOCKS);
+            let (mut from, to) = (if i == 0 { begin } else { 0 }, geometry.group_chunks(group) * CHUNK_BLOCKS);
             let mut fits: Option<Run> = None;
-            while let Some(run) = self.free_within(group, from, to, None)? {
+            while from < to
+                && let Some(run) = self.free_within(group, from, to, None, &mut looks)?
+            {
                 if run.len >= want && fits.is_none_or(|f| run.len < f.len) {
                     fits = Some(run);
                 }
                 if longest.is_none_or(|l| run.len > l.len) {
                     longest = Some(run);
                 }
-                from = self.geometry.locate(run.start).1 + run.len;
-                if from >= to || run.len == want {
+                from = geometry.locate(run.start).1 + run.len;
+                if run.len == want {
                     break;
                 }
             }
             if let Some(run) = fits {
                 return Ok(Some(Run { start: run.start, len: want }));
             }
+            if looks == 0 {
+                break;
+            }
         }
         Ok(longest)
+    }
+
+    /// The group of the last small run, and where in it that has ended.
+    fn last_small(&self) -> (u64, u64) {
+        if self.geometry.contains_data(self.hints.small, 1) { self.geometry.locate(self.hints.small) } else { (0, 0) }
     }
 
     /// Notes that data is on its way to free blocks.
@@ -316,5 +339,69 @@ impl Meta {
     fn is_free_by_bitmap(&self, block: u64) -> Attempt<bool> {
         let (group, at) = self.geometry.locate(block);
         Ok(bitmap(self, group)?.is_none_or(|b| group::kind(b, at / CHUNK_BLOCKS) == ChunkKind::Free))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::bitmaps::tests::{LOOKED_AT, PLACES};
+    use super::*;
+    use crate::volume::format::tests::volume;
+    use crate::volume::mapping::tests::new_file;
+    use crate::volume::{Context, Promised, Volume};
+    use gpunvme_layout::Timestamp;
+
+    const CONTEXT: Context = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+
+    /// Preallocates a file of so many blocks, and makes a hole of every other one.
+    fn make_holes(volume: &Volume, blocks: u64) {
+        let ino = new_file(volume, b"holes");
+        let mut at = 0;
+        while at < blocks {
+            let run = volume.wait(|| volume.reserve(None, blocks - at, 0)).unwrap();
+            assert!(volume.wait(|| volume.map_unwritten(ino, at, run, &mut Promised::default())).unwrap());
+            at += run.len;
+        }
+        for block in (0..blocks).step_by(2) {
+            assert_eq!(volume.wait(|| volume.punch_step(&CONTEXT, ino, block, block + 1)).unwrap(), None);
+        }
+    }
+
+    /// Whoever reserves holds the metadata lock.
+    #[test]
+    fn few_places_are_looked_at_where_free_blocks_lie_between_others() {
+        let volume = volume(256 << 20);
+        let looked_at = |want| {
+            PLACES.set(0);
+            let run = volume.wait(|| volume.reserve(None, want, 0)).unwrap();
+            (run.len, PLACES.get())
+        };
+        let blocks = volume.usage().available;
+        make_holes(&volume, blocks);
+        // At first they cannot be reused yet.
+        for want in [1, 75, 75, 300] {
+            let places = looked_at(want).1;
+            assert!(places <= 4 * SEARCH_LOOKS, "{places} places");
+        }
+        volume.commit().unwrap();
+        volume.reuse_freed();
+        for _ in 0..1000 {
+            let (len, places) = looked_at(511);
+            assert!(places <= 4 * SEARCH_LOOKS, "{places} places for {len} blocks");
+        }
+    }
+
+    #[test]
+    fn few_groups_are_looked_at_where_none_has_a_hole() {
+        let volume = volume(64 << 40);
+        assert!(volume.superblock().geometry().groups > 500_000);
+        for _ in 0..10 {
+            volume.wait(|| volume.reserve(None, 300, 0)).unwrap();
+        }
+        LOOKED_AT.set(0);
+        for _ in 0..100 {
+            volume.wait(|| volume.reserve(None, 300, 0)).unwrap();
+        }
+        assert!(LOOKED_AT.get() < 100 * 3 * SEARCH_GROUPS, "{} descriptors", LOOKED_AT.get());
     }
 }
