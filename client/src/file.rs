@@ -469,8 +469,13 @@ impl Extents<'_> {
         };
         let mut argument = header.as_bytes().to_vec();
         argument.resize(argument.len() + abi::MAX_EXTENTS * size_of::<Extent>(), 0);
-        sys::ioctl(self.file.as_fd(), Command::Resolve.request(abi::MAX_EXTENTS), &mut argument)
-            .map_err(|errno| failed(&self.file.path, "tell where it lies", errno))?;
+        sys::ioctl(self.file.as_fd(), Command::Resolve.request(abi::MAX_EXTENTS), &mut argument).map_err(
+            |errno| match errno {
+                // The file is one of ours: the range is none.
+                Errno::INVAL => Error::Path { path: self.file.path.clone(), action: "tell where such a range lies", errno },
+                errno => failed(&self.file.path, "tell where it lies", errno),
+            },
+        )?;
         let (answer, extents) = abi::Resolve::read_from_prefix(&argument).expect("the argument begins with a header");
         for extent in extents.chunks_exact(size_of::<Extent>()).take(answer.count as usize) {
             self.found.push_back(Extent::read_from_bytes(extent).expect("a chunk has the size of an extent"));

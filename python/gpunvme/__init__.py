@@ -12,14 +12,23 @@ checkpoints. Neither PyTorch nor CUDA is loaded before it is used.
 """
 
 from gpunvme._doctor import doctor
-from gpunvme._error import Error
+from gpunvme._error import (
+    Error,
+    ExistsError,
+    IsDirectoryError,
+    NotDirectoryError,
+    NotFoundError,
+    NotPermittedError,
+    OfParentError,
+)
 from gpunvme._file import File, open
 from gpunvme._include import get_include
 from gpunvme._load import load
-from gpunvme._native import Attached, Buffer, Extent, GpuArray, GpuRing, Mount, Pending, Transfer
+from gpunvme._native import Attached, Buffer, Extent, GpuArray, GpuRing, Mount, Pending, Transfer, __version__
 from gpunvme._stage import stage, stage_async
 
 __all__ = [
+    "__version__",
     "open",
     "File",
     "Mount",
@@ -32,6 +41,12 @@ __all__ = [
     "Attached",
     "get_include",
     "Error",
+    "ExistsError",
+    "IsDirectoryError",
+    "NotDirectoryError",
+    "NotFoundError",
+    "NotPermittedError",
+    "OfParentError",
     "doctor",
     "stage",
     "stage_async",

@@ -139,6 +139,44 @@ def _names_of_torch() -> dict[Any, str]:
     return {getattr(torch, dtype): name for name, dtype in _TORCH.items() if hasattr(torch, dtype)}
 
 
+def check(name: str, array: Any) -> None:
+    """Whether an array can be saved from where it lies; ``name`` is what errors call it.
+
+    Raises:
+        TypeError: it is no tensor or array, or has no memory.
+        ValueError: its items do not lie one after the other.
+    """
+    # What has the first is not asked for the others, at which PyTorch may raise.
+    protocols = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
+    described = hasattr(array, "dtype") and hasattr(array, "shape")
+    if not described or not any(hasattr(array, protocol) for protocol in protocols):
+        given = type(array)
+        raise TypeError(f"{name!r} is no tensor or array: it is of {given.__module__}.{given.__qualname__}")
+    if getattr(array, "is_meta", False):
+        raise TypeError(f"{name!r} has no memory: it lies on meta")
+    # PyTorch's.
+    layout = str(getattr(array, "layout", "torch.strided"))
+    if hasattr(array, "is_contiguous") and layout != "torch.strided":
+        raise ValueError(f"{name!r} is of the layout {layout}, which the format has not")
+    for kind in ("conj", "neg"):
+        if hasattr(array, f"is_{kind}") and getattr(array, f"is_{kind}")():
+            raise ValueError(f"{name!r} is a view whose memory holds other numbers: use .resolve_{kind}()")
+    if not _is_contiguous(array):
+        shape, strides = list(array.shape), array.stride if hasattr(array, "stride") else array.strides
+        strides = list(strides() if callable(strides) else strides)
+        copy = ".contiguous()" if hasattr(array, "contiguous") else "numpy.ascontiguousarray, or the like"
+        raise ValueError(
+            f"{name!r} is a strided view (shape {shape}, strides {strides}): save a copy, by {copy}"
+        )
+
+
+def _is_contiguous(array: Any) -> bool:
+    """Of a tensor of PyTorch, or an array like NumPy's or Numba's; others are."""
+    if hasattr(array, "is_contiguous"):
+        return bool(array.is_contiguous())
+    return bool(getattr(getattr(array, "flags", None), "c_contiguous", True))
+
+
 def dtype_name(array: Any) -> str:
     """What safetensors calls the dtype of a tensor of PyTorch, or an array of NumPy or CuPy."""
     kind = getattr(array.dtype, "str", None)

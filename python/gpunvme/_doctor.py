@@ -6,10 +6,10 @@ import shutil
 import subprocess
 from typing import Any
 
+from gpunvme._types import AnyPath
 
-def doctor(
-    device: "str | os.PathLike[str] | None" = None, *, gpu: "int | str | None" = None
-) -> dict[str, Any]:
+
+def doctor(device: AnyPath | None = None, *, gpu: "int | str | None" = None) -> dict[str, Any]:
     """Which route this machine can take between an SSD and a GPU, and what would make it faster.
 
     It runs the command ``gpunvme doctor --json``, which has to be installed; its reference says what is
@@ -30,7 +30,7 @@ def doctor(
     if gpu is not None:
         arguments += ["--gpu", str(gpu)]
     if device is not None:
-        arguments.append(os.fspath(device))
+        arguments.append(os.fsdecode(device))
     # The exit status tells the route; what counts is whether there is an answer.
     ran = subprocess.run(arguments, capture_output=True, text=True, check=False)
     try:

@@ -49,33 +49,42 @@ class Error(OSError):
         return make, (self.errno, self.strerror, self.filename, self.reason, self.segment, None)
 
 
-class _OfParent(Error, ChildProcessError): ...
+class OfParentError(Error, ChildProcessError):
+    """A file or mount that the parent process opened; see :class:`Error`."""
 
 
-class _Exists(Error, FileExistsError): ...
+class ExistsError(Error, FileExistsError):
+    """A file that is there already; see :class:`Error`."""
 
 
-class _IsDirectory(Error, IsADirectoryError): ...
+class IsDirectoryError(Error, IsADirectoryError):
+    """A directory in the place of a file; see :class:`Error`."""
 
 
-class _NotFound(Error, FileNotFoundError): ...
+class NotFoundError(Error, FileNotFoundError):
+    """A file that is not there; see :class:`Error`."""
 
 
-class _NotDirectory(Error, NotADirectoryError): ...
+class NotDirectoryError(Error, NotADirectoryError):
+    """A file in the place of a directory; see :class:`Error`."""
 
 
-class _NotPermitted(Error, PermissionError): ...
+class NotPermittedError(Error, PermissionError):
+    """What this process may not do; see :class:`Error`."""
 
 
 _CLASSES: dict[int, type[Error]] = {
-    codes.EACCES: _NotPermitted,
-    codes.ECHILD: _OfParent,
-    codes.EEXIST: _Exists,
-    codes.EISDIR: _IsDirectory,
-    codes.ENOENT: _NotFound,
-    codes.ENOTDIR: _NotDirectory,
-    codes.EPERM: _NotPermitted,
+    codes.EACCES: NotPermittedError,
+    codes.ECHILD: OfParentError,
+    codes.EEXIST: ExistsError,
+    codes.EISDIR: IsDirectoryError,
+    codes.ENOENT: NotFoundError,
+    codes.ENOTDIR: NotDirectoryError,
+    codes.EPERM: NotPermittedError,
 }
+# As tracebacks name them, and programs.
+for _class in (Error, *_CLASSES.values()):
+    _class.__module__ = "gpunvme"
 
 
 def make(

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import threading
 from typing import Literal
 from weakref import WeakKeyDictionary
 
 from gpunvme import _native
 from gpunvme._native import Completions, Transfer
-from gpunvme._types import Caching, Memory, Require
+from gpunvme._types import AnyPath, Caching, Memory, Require
 
 
 class _Waiting:
@@ -25,9 +26,16 @@ class _Waiting:
     @staticmethod
     def here() -> "tuple[asyncio.AbstractEventLoop, _Waiting]":
         loop = asyncio.get_running_loop()
-        waiting = _OF_LOOP.get(loop)
-        if waiting is None:
+        with _LOCK:
+            waiting = _OF_LOOP.get(loop)
+            if waiting is not None:
+                return loop, waiting
+            # Futures refer to their loop: one that was closed with requests in flight stays here.
+            closed = [_OF_LOOP.pop(other) for other in list(_OF_LOOP) if other.is_closed()]
             waiting = _OF_LOOP[loop] = _Waiting()
+        for other in closed:
+            # What is done lets go of its memory. What is in flight has it until it is over.
+            other.completions.take()
         return loop, waiting
 
     def add(self, loop: asyncio.AbstractEventLoop) -> "tuple[int, asyncio.Future[Transfer]]":
@@ -55,6 +63,7 @@ class _Waiting:
                 future.set_exception(result)
 
 
+_LOCK = threading.Lock()
 _OF_LOOP: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Waiting]" = WeakKeyDictionary()
 
 
@@ -68,7 +77,7 @@ class File(_native.File):
 
         No thread waits for it: the event loop watches one descriptor for all requests. Those of host
         memory are done by four threads. A task that is cancelled does not end its transfer: the memory
-        is kept, and may change, until that is over.
+        is kept, and may change, until that is over. It must not be resized before.
         """
         return await self._transfer(False, memory, offset, require)
 
@@ -90,7 +99,7 @@ class File(_native.File):
 
 
 def open(
-    path: "str | os.PathLike[str]",
+    path: AnyPath,
     mode: Literal["r", "r+", "w"] = "r",
     *,
     caching: Caching | None = None,
@@ -109,4 +118,4 @@ def open(
     Raises:
         Error: it lies on no mount of gpunvme (ENOTTY), or what open(2) says.
     """
-    return File(path, mode, caching=caching)
+    return File(os.fsdecode(path), mode, caching=caching)

@@ -16,7 +16,7 @@ from gpunvme._file import open as open_file
 from gpunvme._follow import Follower, Lent
 from gpunvme._native import Pending
 from gpunvme._stage import Progress, Quota, limits, running, stage
-from gpunvme._types import Require
+from gpunvme._types import AnyPath, Require
 from gpunvme.safetensors import header_of, shards_of
 
 _MODEL = ".safetensors"
@@ -26,8 +26,8 @@ _TRIES = 5
 
 
 def load(
-    url: "str | os.PathLike[str]",
-    root: "str | os.PathLike[str] | None" = None,
+    url: AnyPath,
+    root: AnyPath | None = None,
     *,
     device: Any = "cpu",
     framework: str = "pt",

@@ -23,7 +23,10 @@ __all__ = [
     "OpenFiles",
     "Pending",
     "Transfer",
+    "__version__",
 ]
+
+__version__: str
 
 @final
 class Transfer:
@@ -37,6 +40,9 @@ class Transfer:
     def cache_reason(self) -> str | None: ...
     @property
     def explanation(self) -> str: ...
+    @staticmethod
+    def _of(moved: list[int], reason: int | None, cache_reason: int | None) -> Transfer: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
     def __eq__(self, other: object, /) -> bool: ...
 
 @final

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpunvme._follow import Follower
+from gpunvme._types import AnyPath
 
 Progress = Callable[[int, int], None]
 #: Bytes, or a text such as ``"500G"`` or ``"80%"``.
@@ -19,8 +20,8 @@ Quota = int | str
 
 
 def stage(
-    url: "str | os.PathLike[str]",
-    root: "str | os.PathLike[str] | None" = None,
+    url: AnyPath,
+    root: AnyPath | None = None,
     *,
     include: Iterable[str] = (),
     rank: tuple[int, int] | None = None,
@@ -58,8 +59,8 @@ def stage(
 
 
 async def stage_async(
-    url: "str | os.PathLike[str]",
-    root: "str | os.PathLike[str] | None" = None,
+    url: AnyPath,
+    root: AnyPath | None = None,
     *,
     include: Iterable[str] = (),
     rank: tuple[int, int] | None = None,
@@ -92,10 +93,10 @@ async def stage_async(
     return folder
 
 
-def place(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") -> Path:
+def place(url: AnyPath, root: AnyPath | None) -> Path:
     """Where a set lies: sets of different places never lie in the same folder."""
-    root = _root(root)
-    place = os.fspath(url)
+    root, url = _root(root), os.fsdecode(url)
+    place = url
     if "://" not in place:
         place = Path(place).resolve().as_uri()
     parts = urlsplit(place)
@@ -107,7 +108,7 @@ def place(url: "str | os.PathLike[str]", root: "str | os.PathLike[str] | None") 
     return Path(root, parts.scheme, *([parts.netloc] if parts.netloc else []), *names)
 
 
-def limits(quota: Quota | None, root: "str | os.PathLike[str] | None") -> list[str]:
+def limits(quota: Quota | None, root: AnyPath | None) -> list[str]:
     """The options of the command for a quota of the sets below ``root``."""
     return [] if quota is None else [f"--quota={quota}", f"--sets={_root(root)}"]
 
@@ -117,11 +118,11 @@ def shares(rank: tuple[int, int] | None) -> list[str]:
     return [] if rank is None else [f"--rank={rank[0]}/{rank[1]}"]
 
 
-def _root(root: "str | os.PathLike[str] | None") -> str:
+def _root(root: AnyPath | None) -> str:
     root = root if root is not None else os.environ.get("GPUNVME_STAGE")
     if root is None:
         raise ValueError("where to? give the folder for sets, or set GPUNVME_STAGE")
-    return os.fspath(root)
+    return os.fsdecode(root)
 
 
 def _progress(line: str) -> tuple[int, int] | None:
@@ -135,7 +136,7 @@ def _progress(line: str) -> tuple[int, int] | None:
 
 @contextmanager
 def running(
-    url: "str | os.PathLike[str]",
+    url: AnyPath,
     folder: Path,
     include: Iterable[str],
     published: bool,
@@ -152,7 +153,7 @@ def running(
     arguments += [f"--include={pattern}" for pattern in include]
     arguments += options
     arguments += ["--follow"] * (follower is not None)
-    arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fspath(url), os.fspath(folder)]
+    arguments += ["--published"] * published + ["--pin"] * pin + ["--", os.fsdecode(url), os.fspath(folder)]
     said: list[str] = []
     failed: list[Exception] = []
 

@@ -1,5 +1,6 @@
 """Types of arguments and answers."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 
@@ -29,6 +30,8 @@ class SupportsCudaArray(Protocol):
 Array: TypeAlias = SupportsDLPack | SupportsCudaArray | Buffer
 #: Such an object, or pairs of one and an offset in the file, which are moved in one request.
 Memory: TypeAlias = Array | Sequence[tuple[Array, int]]
+#: A path, as the functions of the standard library take it.
+AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 #: A demand on how bytes move.
 Require: TypeAlias = Literal["p2p", "bounce", "cache", "host", "direct"]
 
@@ -42,6 +45,7 @@ class Routes(TypedDict):
 
     p2p: int
     bounce: int
+    cache: int
     host: int
     hole: int
     edge: int

@@ -43,7 +43,7 @@ from gpunvme._batches import perform
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part, runs
-from gpunvme._types import Require
+from gpunvme._types import AnyPath, Require
 from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, records
 
 __all__ = ["Reader", "Writer"]
@@ -62,8 +62,8 @@ class Reader(FileSystemReader):  # type: ignore[misc]
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, require: Require | None = None) -> None:
-        super().__init__(path)
+    def __init__(self, path: AnyPath, *, require: Require | None = None) -> None:
+        super().__init__(os.fsdecode(path))
         self._require = require
         #: Tensors without bytes, by what was pickled of them: many tensors of a model are alike.
         self._known: dict[bytes, Any] = {}
@@ -171,14 +171,14 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         *,
         snapshot_on_gpu: bool = False,
         sync_files: bool = True,
         overwrite: bool = True,
         require: Require | None = None,
     ) -> None:
-        super().__init__(path, sync_files=sync_files, overwrite=overwrite)
+        super().__init__(os.fsdecode(path), sync_files=sync_files, overwrite=overwrite)
         self._snapshot_on_gpu = snapshot_on_gpu
         self._require = require
 

@@ -27,20 +27,20 @@ from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from gpunvme._native import BatchReader
-from gpunvme._types import Require
+from gpunvme._types import AnyPath, Require
 
 __all__ = ["Batch", "Batches", "Files", "Records", "Sample", "Tars"]
-
-_Path = str | os.PathLike[str]
 
 #: What a sample is aligned to in its batch, in bytes: blocks for what a device writes there itself, and
 #: for small ones what any dtype needs.
 _LARGE, _SMALL = 4096, 64
 #: Samples of as many bytes are large.
 _FROM = 64 << 10
+#: What hands on samples as they are.
+_COLLATE = "use DataLoader(…, collate_fn=list)"
 
 
 class Sample(NamedTuple):
@@ -64,11 +64,14 @@ class Files(Dataset[Sample]):  # type: ignore[misc]
         extras: what goes with each, such as a label; as many as there are files.
     """
 
-    def __init__(self, paths: Iterable[_Path], extras: Sequence[Any] | None = None) -> None:
-        self._paths = [os.fspath(path) for path in paths]
+    def __init__(self, paths: Iterable[AnyPath], extras: Sequence[Any] | None = None) -> None:
+        self._paths = _listed(paths)
         if extras is not None and len(extras) != len(self._paths):
             raise ValueError(f"{len(extras)} extras for {len(self._paths)} files")
         self._extras = extras
+
+    def __repr__(self) -> str:
+        return f"Files({len(self)} files)"
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -91,10 +94,10 @@ class Records(Dataset[Sample]):  # type: ignore[misc]
         OSError: a file cannot be found.
     """
 
-    def __init__(self, paths: Iterable[_Path], nbytes: int, *, header: int = 0) -> None:
+    def __init__(self, paths: Iterable[AnyPath], nbytes: int, *, header: int = 0) -> None:
         if nbytes <= 0 or header < 0:
             raise ValueError("a record has at least one byte, and a header at least none")
-        self._paths = [os.fspath(path) for path in paths]
+        self._paths = _listed(paths)
         self._nbytes, self._header = nbytes, header
         counts = []
         for path in self._paths:
@@ -103,6 +106,9 @@ class Records(Dataset[Sample]):  # type: ignore[misc]
                 raise ValueError(f"{path}: {rest} bytes are left behind {max(count, 0)} records of {nbytes}")
             counts.append(count)
         self._ends = list(accumulate(counts))
+
+    def __repr__(self) -> str:
+        return f"Records({len(self)} records of {self._nbytes} bytes in {len(self._paths)} files)"
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -128,23 +134,16 @@ class Tars(Dataset[Sample]):  # type: ignore[misc]
         tarfile.TarError: a shard is no tar, is compressed, or ends in the middle.
     """
 
-    def __init__(self, shards: Iterable[_Path], match: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, shards: Iterable[AnyPath], match: Callable[[str], bool] | None = None) -> None:
         self._samples: list[Sample] = []
-        for each in shards:
-            shard = os.fspath(each)
-            length = os.path.getsize(shard)
-            with tarfile.open(shard, "r:") as archive:
-                for member in archive:
-                    if not member.isreg() or member.issparse():
-                        continue
-                    if match is not None and not match(member.name):
-                        continue
-                    if member.offset_data + member.size > length:
-                        raise tarfile.ReadError(f"{shard}: it ends within {member.name}")
-                    self._samples.append(Sample(shard, member.offset_data, member.size, member.name))
-                # What is no header ends the shard for tarfile as well: a shard ends with blocks of zeros.
-                if _block(shard, archive.offset) != bytes(tarfile.BLOCKSIZE):
-                    raise tarfile.ReadError(f"{shard}: it ends, or is damaged, at {archive.offset}")
+        for shard in _listed(shards):
+            try:
+                self._samples += _members(shard, match)
+            except tarfile.TarError as error:
+                raise type(error)(f"{shard}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"Tars({len(self)} samples)"
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -162,6 +161,9 @@ class Batch:
         #: All of the memory: a tensor of bytes, in which samples are aligned.
         self.memory = memory
         self._places = places
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} samples, {self.memory.numel()} bytes on {self.memory.device})"
 
     def __len__(self) -> int:
         return len(self._places)
@@ -213,6 +215,7 @@ class Batches:
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
 
     Raises:
+        TypeError: the loader, or a batch of it, has no lists of samples.
         gpunvme.Error: while iterating, a file cannot be opened or read; it names the file.
         EOFError: while iterating, a file ends before a sample does.
     """
@@ -229,17 +232,22 @@ class Batches:
     ) -> None:
         if ahead < 1 or threads < 1 or skip < 0:
             raise ValueError("at least one batch ahead and one thread, and at least none skipped")
+        if getattr(loader, "collate_fn", None) is default_collate:
+            raise TypeError(f"the loader makes tensors of samples: {_COLLATE}")
         self._loader, self._ahead, self._threads, self._skip = loader, ahead, threads, skip
         self._device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         self._require = require
 
     def __len__(self) -> int:
-        return len(self._loader) - self._skip  # type: ignore[arg-type]
+        return max(0, len(self._loader) - self._skip)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
         skip, self._skip = self._skip, 0
         planned = islice(iter(self._loader), skip, None)
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        stream = None
+        if self._device.type == "cuda":
+            torch.cuda.init()  # says why there is no CUDA
+            stream = torch.cuda.Stream(self._device)
         in_flight: deque[Future[Batch]] = deque()
         reader = BatchReader(self._threads)
 
@@ -271,6 +279,8 @@ class Batches:
         """Reads a batch: each file is opened once, and is one request."""
         by_path: dict[str, list[int]] = {}
         for at, sample in enumerate(samples):
+            if not isinstance(sample, Sample):
+                raise TypeError(f"a batch has a {type(sample).__name__} in the place of a Sample: {_COLLATE}")
             by_path.setdefault(sample.path, []).append(at)
         with reader.open(list(by_path)) as files:
             lengths = [0] * len(samples)
@@ -297,6 +307,30 @@ class Batches:
             if arrived < wanted:
                 raise EOFError(f"{path}: the file ended {wanted - arrived} bytes too early")
         return Batch(samples, memory, list(zip(starts, lengths, strict=True)))
+
+
+def _listed(paths: Iterable[AnyPath]) -> list[str]:
+    """Paths as texts."""
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        raise TypeError(f"{os.fsdecode(paths)!r} is one path: give a list of them")
+    return [os.fsdecode(path) for path in paths]
+
+
+def _members(shard: str, match: Callable[[str], bool] | None) -> Iterator[Sample]:
+    """The samples of a shard of tar."""
+    length = os.path.getsize(shard)
+    with tarfile.open(shard, "r:") as archive:
+        for member in archive:
+            if not member.isreg() or member.issparse():
+                continue
+            if match is not None and not match(member.name):
+                continue
+            if member.offset_data + member.size > length:
+                raise tarfile.ReadError(f"it ends within {member.name}")
+            yield Sample(shard, member.offset_data, member.size, member.name)
+        # What is no header ends the shard for tarfile as well: a shard ends with blocks of zeros.
+        if _block(shard, archive.offset) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"it ends, or is damaged, at {archive.offset}")
 
 
 def _block(shard: str, offset: int) -> bytes:

@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from types import EllipsisType, TracebackType
 from typing import Any, NamedTuple, Self
 
-from gpunvme._arrays import ITEM_SIZES, Framework, dtype_name, framework
+from gpunvme._arrays import ITEM_SIZES, Framework, check, dtype_name, framework
 from gpunvme._batches import Progress, perform, performed
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part
 from gpunvme._replace import replaced
-from gpunvme._types import Require
+from gpunvme._types import AnyPath, Require
 
 __all__ = ["Slice", "iter_tensors", "load_file", "safe_open", "save_file"]
 
@@ -34,8 +34,6 @@ _LONGEST_HEADER = 100_000_000
 _MOST_DIMENSIONS = 1000
 #: What a saved file's first tensor is aligned to: blocks of the filesystem.
 _ALIGNMENT = 4096
-
-_Path = str | os.PathLike[str]
 
 
 class Entry(NamedTuple):
@@ -131,6 +129,14 @@ class Slice:
     def __init__(self, of: "safe_open", entry: Entry) -> None:
         self._of, self._entry = of, entry
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self._entry.shape
+
+    def __repr__(self) -> str:
+        return f"Slice({self._entry.dtype} of shape {list(self._entry.shape)})"
+
     def get_shape(self) -> list[int]:
         """Its shape."""
         return list(self._entry.shape)
@@ -198,7 +204,7 @@ class safe_open:
     """
 
     def __init__(
-        self, filename: _Path, framework: str = "pt", device: Any = "cpu", *, require: Require | None = None
+        self, filename: AnyPath, framework: str = "pt", device: Any = "cpu", *, require: Require | None = None
     ) -> None:
         self._arrays: Framework = _framework(framework, device)
         self._require = require
@@ -208,6 +214,12 @@ class safe_open:
         except BaseException:
             self._file.close()
             raise
+
+    def __repr__(self) -> str:
+        return f"safe_open({self._file.name!r}: {len(self._header.entries)} tensors)"
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._header.entries
 
     def keys(self) -> list[str]:
         """The names of the tensors, in the order in which they lie in the file."""
@@ -254,7 +266,7 @@ _framework = framework
 
 
 def load_file(
-    filename: _Path,
+    filename: AnyPath,
     device: Any = "cpu",
     *,
     framework: str = "pt",
@@ -290,7 +302,7 @@ def load_file(
 
 
 def iter_tensors(
-    filename: _Path,
+    filename: AnyPath,
     device: Any = "cpu",
     *,
     framework: str = "pt",
@@ -305,7 +317,10 @@ def iter_tensors(
     Arguments and errors are those of :func:`load_file`.
     """
     arrays = _framework(framework, device)
+    if isinstance(names, str):
+        raise TypeError(f"names is one text, {names!r}: give a list of names")
     wanted = None if names is None else set(names)
+    filename = os.fsdecode(filename)
     with ExitStack() as files:
         entries: list[tuple[File, str, Entry]] = []
         for path, shard_names in shards_of(filename):
@@ -336,16 +351,16 @@ def iter_tensors(
             if entry.length == 0:
                 yield name, arrays.empty(entry.shape, entry.dtype)
         total = sum(entry.length for _, _, entry in entries)
-        with Progress(total, os.path.basename(os.fspath(filename)), progress) as bar:
+        with Progress(total, os.path.basename(filename), progress) as bar:
             for file, pairs, length in performed(items(), require=require):
                 for tensor, offset in pairs:
                     yield at.pop((file, offset)), tensor
                 bar.add(length)
 
 
-def shards_of(filename: _Path) -> list[tuple[str, set[str] | None]]:
+def shards_of(filename: AnyPath) -> list[tuple[str, set[str] | None]]:
     """The files of a model, with the tensors that each is to have, where an index says so."""
-    path = os.fspath(filename)
+    path = os.fsdecode(filename)
     if os.path.isdir(path):
         indices = [name for name in sorted(os.listdir(path)) if name.endswith(".safetensors.index.json")]
         models = [name for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
@@ -374,7 +389,7 @@ def shards_of(filename: _Path) -> list[tuple[str, set[str] | None]]:
 
 def save_file(
     tensors: Mapping[str, Any],
-    filename: _Path,
+    filename: AnyPath,
     metadata: Mapping[str, str] | None = None,
     *,
     progress: bool | None = None,
@@ -382,6 +397,8 @@ def save_file(
 ) -> None:
     """Saves tensors as a file of safetensors, from where they lie: GPU memory is not copied to the host
     first. The file appears under its name when all of it is durable.
+
+    Tensors that share memory, such as tied weights, are each written, and share none when they are loaded.
 
     Args:
         tensors: tensors of PyTorch, or arrays of NumPy or CuPy, contiguous, by their names.
@@ -393,16 +410,30 @@ def save_file(
     Raises:
         ValueError: a tensor is not contiguous, or of a dtype that the format has no name for; or a name is
             none that the format has.
-        TypeError: names or metadata are no texts.
+        TypeError: what is to be saved are no tensors by their names, or metadata are no texts.
         gpunvme.Error: the file cannot be written.
     """
+    if not isinstance(tensors, Mapping):
+        hint = "give its .state_dict()" if hasattr(tensors, "state_dict") else "save_file(tensors, filename)"
+        raise TypeError(
+            f"tensors has to be a mapping of names to tensors, not {type(tensors).__name__}: {hint}"
+        )
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata has to be a mapping of texts to texts, not {type(metadata).__name__}")
+    path = os.fsdecode(filename)
     for given in (*tensors, *(metadata or {}), *(metadata or {}).values()):
         if not isinstance(given, str):
             raise TypeError(f"names and metadata have to be texts, and {given!r} is none")
         given.encode()  # UnicodeEncodeError is a ValueError
     if "__metadata__" in tensors:
         raise ValueError("no tensor can have the name '__metadata__'")
-    described = [(name, dtype_name(tensor), tensor) for name, tensor in tensors.items()]
+    described = []
+    for name, tensor in tensors.items():
+        check(name, tensor)
+        try:
+            described.append((name, dtype_name(tensor), tensor))
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
     # As the package safetensors orders them: each then is aligned to its items.
     described.sort(key=lambda item: (-ITEM_SIZES[item[1]], item[0]))
     header: dict[str, Any] = {}
@@ -418,7 +449,6 @@ def save_file(
     described_as += b" " * (-(8 + len(described_as)) % _ALIGNMENT)
     start = struct.pack("<Q", len(described_as)) + described_as
 
-    path = os.fspath(filename)
     with replaced(path) as temporary, open_file(temporary, "r+") as file:
         file.write_from(start)
         with Progress(end, os.path.basename(path), progress) as bar:

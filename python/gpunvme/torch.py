@@ -25,17 +25,15 @@ from torch.utils.serialization import config
 from gpunvme._batches import Progress, perform
 from gpunvme._file import open as open_file
 from gpunvme._replace import replaced
-from gpunvme._types import Require
+from gpunvme._types import AnyPath, Require
 
 __all__ = ["load", "save"]
-
-_Path = str | os.PathLike[str]
 
 #: What the bytes of each tensor are aligned to in a file that is saved: blocks of the filesystem.
 ALIGNMENT = 4096
 
 
-def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Require | None = None) -> None:
+def save(obj: Any, path: AnyPath, *, progress: bool | None = None, require: Require | None = None) -> None:
     """Saves an object as ``torch.save`` does, with the bytes of its tensors written from where they lie.
     The file appears under its name when all of it is durable.
 
@@ -51,16 +49,16 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
         ValueError: it has other objects, or tensors in them.
         gpunvme.Error: the file cannot be written.
     """
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     with replaced(path) as temporary, open_file(temporary, "r+") as file:
         # The layout, with room for the tensors.
         with config.patch("save.storage_alignment", ALIGNMENT), torch.serialization.skip_data():
             torch.save(obj, temporary)
         storages: dict[int, torch.UntypedStorage] = {}
-        for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary, temporary)), strict=True):
+        for tensor, laid_out in zip(_tensors(obj), _tensors(layout(temporary, path)), strict=True):
             storages[offset_of(laid_out)] = tensor.untyped_storage()
         saved = sum(storage.nbytes() for storage in storages.values())
-        if saved != sum(records(temporary, temporary).values()):
+        if saved != sum(records(temporary, path).values()):
             raise ValueError(
                 "tensors can be saved in dictionaries, lists and tuples, and not in other objects"
             )
@@ -75,23 +73,42 @@ def save(obj: Any, path: _Path, *, progress: bool | None = None, require: Requir
 
 
 def load(
-    path: _Path, device: Any = "cpu", *, progress: bool | None = None, require: Require | None = None
+    path: AnyPath,
+    device: Any = None,
+    *,
+    map_location: Any = None,
+    weights_only: bool = True,
+    progress: bool | None = None,
+    require: Require | None = None,
 ) -> Any:
     """Loads what ``torch.save`` or :func:`save` saved, as ``torch.load(path, weights_only=True)`` does, with
     the bytes of tensors read to where they are to lie.
 
     Args:
         path: the file.
-        device: where all tensors come to lie: ``"cuda:0"``, a number of a GPU, ``"cpu"``.
+        device: where all tensors come to lie: ``"cuda:0"``, a number of a GPU, ``"cpu"`` (the usual).
+        map_location: the same, as ``torch.load`` names it.
+        weights_only: as ``torch.load`` has it; only true can be had.
         progress: as for :func:`save`.
         require: a demand on the route, as for :meth:`gpunvme.File.read_into`.
 
     Raises:
         ValueError: it is no such file, or has what only ``torch.load`` can read: tensors that are compressed,
-            sparse or quantized, files of PyTorch before 1.6.
+            sparse or quantized, files of PyTorch before 1.6; or ``weights_only`` is false.
+        TypeError: ``device`` and ``map_location`` are both given, or the latter is no device.
         gpunvme.Error: the file lies on no mount of gpunvme, or cannot be read.
     """
-    path = os.fspath(path)
+    if not weights_only:
+        raise ValueError("only weights are loaded, as with weights_only=True: torch.load loads other objects")
+    if map_location is not None:
+        if device is not None:
+            raise TypeError("device and map_location are two names of one argument")
+        if not isinstance(map_location, (str, int, torch.device)):
+            raise TypeError(f"map_location has to be a device, and is of {type(map_location).__name__}")
+        device = map_location
+    elif device is None:
+        device = "cpu"
+    path = os.fsdecode(path)
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     storages: dict[int, torch.Tensor] = {}
 
@@ -117,7 +134,7 @@ def load(
         lengths = records(here, path)
         loaded = map_tensors(layout(here, path), real)
         total = sum(storage.nbytes for storage in storages.values())
-        with Progress(total, os.path.basename(os.fspath(path)), progress) as bar:
+        with Progress(total, os.path.basename(path), progress) as bar:
             items = [
                 (file, storage, offset, storage.nbytes)
                 for offset, storage in sorted(storages.items())
@@ -141,7 +158,10 @@ def layout(file: "str | IO[bytes]", what: str) -> Any:
     except pickle.UnpicklingError as error:
         # Its message is a page; the name stands behind this word.
         name = str(error).partition("GLOBAL ")[2].split(" ")[0]
-        raise ValueError(f"{what}: it has other objects than tensors and plain values ({name})") from error
+        raise ValueError(
+            f"{what}: it has other objects than tensors and plain values ({name}): "
+            "torch.serialization.add_safe_globals allows them"
+        ) from error
 
 
 def offset_of(tensor: torch.Tensor) -> int:

@@ -45,7 +45,7 @@ pub unsafe fn transfer(
             None => {
                 // SAFETY: the caller vouches for the memory.
                 let work = |stage: &mut _| unsafe { staged(stage, file, direction, &mut left, require) };
-                session.staging()?.with(session.mount()?, work)
+                session.staging()?.with(session.mount()?, work).map_err(|error| of_daemon(error, file, direction))
             }
         };
         match moved {
@@ -138,8 +138,20 @@ fn after(error: Error, before: Transfer, indices: &[usize]) -> Error {
     }
 }
 
+/// An error of staging memory, of which the caller knows nothing: the daemon ended.
+fn of_daemon(error: Error, file: &File, direction: Direction) -> Error {
+    match error {
+        Error::LostBuffer { .. } => Error::Path { path: file.path().to_owned(), action: name(direction), errno: Errno::NOTCONN },
+        error => error,
+    }
+}
+
+fn name(direction: Direction) -> &'static str {
+    if direction == Direction::Read { "read" } else { "write" }
+}
+
 fn refused(file: &File, direction: Direction) -> Error {
-    let action = if direction == Direction::Read { "read" } else { "write" };
+    let action = name(direction);
     let (path, errno, reason) = (file.path().to_owned(), Errno::OPNOTSUPP, Reason::RouteNotAvailable);
     Error::Transfer { path, action, errno, reason, segment: Some(0), offset: None, done: Transfer::default() }
 }

@@ -111,13 +111,20 @@ fn of_torch(tensor: &Bound<'_, PyAny>, api: Option<Api>, ask: Ask) -> PyResult<M
     }
     let storage = call(intern!(py, "untyped_storage"))?;
     if len > 0 {
-        let of_storage = |name| -> PyResult<u64> { storage.call_method0(name)?.extract() };
+        // Of a tensor that is made of others (DTensor) it is asked in vain.
+        let of_storage = |name| -> PyResult<u64> {
+            let told = storage.call_method0(name).or_else(|_| Err(unreachable(tensor)?))?;
+            told.extract()
+        };
         let (begin, size) = (of_storage(intern!(py, "data_ptr"))?, of_storage(intern!(py, "nbytes"))?);
         // None on the device `meta`, of a fake tensor, and where the storage was given up. A view
         // of nothing has an address: how far it lies behind the beginning.
         if begin == 0 || address < begin || address.saturating_add(len) > begin.saturating_add(size) {
             return Err(unreachable(tensor)?);
         }
+    }
+    if ask.writable {
+        note_change(tensor)?;
     }
     let busy = match gpu {
         Some(gpu) if ask.stream.is_none() => Some(Busy { stream: torch_stream(py, api, gpu)?, gpu: Some(gpu), address }),
@@ -149,6 +156,12 @@ fn seen(tensor: &Bound<'_, PyAny>, api: Api) -> Option<Place> {
 fn asked(tensor: &Bound<'_, PyAny>) -> PyResult<Place> {
     let py = tensor.py();
     let call = |name| tensor.call_method0(name);
+    if let Some(layout) = tensor.getattr_opt(intern!(py, "layout"))?
+        && let layout = layout.str()?
+        && layout != "torch.strided"
+    {
+        return Err(PyValueError::new_err(format!("{} is of the layout {layout}: use its parts, or to_dense()", name(tensor))));
+    }
     if !call(intern!(py, "is_contiguous"))?.extract::<bool>()? {
         let (shape, strides): (Vec<i64>, Vec<i64>) =
             (tensor.getattr(intern!(py, "shape"))?.extract()?, call(intern!(py, "stride"))?.extract()?);
@@ -159,14 +172,30 @@ fn asked(tensor: &Bound<'_, PyAny>) -> PyResult<Place> {
     if !on_gpu && device >= 0 {
         return Err(unreachable(tensor)?);
     }
-    let address = call(intern!(py, "data_ptr"))?.extract()?;
+    let address = call(intern!(py, "data_ptr")).or_else(|_| Err(unreachable(tensor)?))?.extract()?;
     let len = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
     Ok(Place { address, len, gpu: on_gpu.then_some(device), may_be_conjugated: true })
 }
 
 fn unreachable(tensor: &Bound<'_, PyAny>) -> PyResult<PyErr> {
-    let device = tensor.getattr(intern!(tensor.py(), "device"))?;
-    Ok(PyTypeError::new_err(format!("{} on {device} has no memory that can be reached", name(tensor))))
+    let py = tensor.py();
+    let device = tensor.getattr(intern!(py, "device"))?;
+    let way_out = if tensor.hasattr(intern!(py, "to_local"))? { ": use what to_local() returns" } else { "" };
+    Ok(PyTypeError::new_err(format!("{} on {device} has no memory that can be reached{way_out}", name(tensor))))
+}
+
+/// Has autograd know that a tensor changes, as an operation in place does: who saved it for a
+/// gradient is told there, and does not go on with other numbers.
+fn note_change(tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+    static INCREMENT: PyOnceLock<Option<Py<PyAny>>> = PyOnceLock::new();
+    let py = tensor.py();
+    // Older ones have none.
+    let find = || py.import("torch.autograd.graph").and_then(|graph| graph.getattr("increment_version")).ok().map(Bound::unbind);
+    let Some(increment) = INCREMENT.get_or_init(py, find) else { return Ok(()) };
+    if !tensor.call_method0(intern!(py, "is_inference"))?.extract::<bool>()? {
+        increment.call1(py, (tensor,))?;
+    }
+    Ok(())
 }
 
 /// The stream that PyTorch puts its work on a GPU into, in this thread.
@@ -352,7 +381,7 @@ fn not_writable(object: &Bound<'_, PyAny>) -> PyErr {
 }
 
 /// What an object is called in messages: its class.
-fn name(object: &Bound<'_, PyAny>) -> String {
+pub fn name(object: &Bound<'_, PyAny>) -> String {
     let class = object.get_type();
     class.fully_qualified_name().map_or_else(|_| "the object".to_owned(), |name| name.to_string())
 }

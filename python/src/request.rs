@@ -59,7 +59,9 @@ impl Request {
             Place::At(offset) => offset,
             Place::Rows(offsets) => {
                 request.add(target, 0, ask)?;
-                request.cut_into_rows(&numbers(offsets)?)?;
+                let offsets = numbers(offsets)?;
+                request.cut_into_rows(&offsets)?;
+                has_rows(target, offsets.len() as u64)?;
                 return Ok(request);
             }
         };
@@ -70,10 +72,13 @@ impl Request {
         if offset != 0 {
             return Err(PyValueError::new_err("a list of (memory, offset) pairs has its offsets: leave out offset="));
         }
-        for pair in target.try_iter()? {
-            let pair = pair?;
-            let pair = pair.cast::<PyTuple>().ok().filter(|pair| pair.len() == 2);
-            let pair = pair.ok_or_else(|| PyTypeError::new_err("a list must hold (memory, offset) pairs"))?;
+        for (number, item) in target.try_iter()?.enumerate() {
+            let item = item?;
+            let pair = item.cast::<PyTuple>().ok().filter(|pair| pair.len() == 2);
+            let pair = pair.ok_or_else(|| {
+                let found = memory::name(&item);
+                PyTypeError::new_err(format!("a list must hold (memory, offset) pairs, and its item {number} is of {found}"))
+            })?;
             request.add(&pair.get_item(0)?, pair.get_item(1)?.extract()?, ask)?;
         }
         Ok(request)
@@ -117,6 +122,22 @@ impl Request {
         self.keep.push(found.keep);
         Ok(())
     }
+}
+
+/// Passes where an array can be so many rows: it is of one dimension, or that is how many parts its
+/// leading dimensions make.
+fn has_rows(array: &Bound<'_, PyAny>, count: u64) -> PyResult<()> {
+    let shape = array.getattr_opt(intern!(array.py(), "shape"))?;
+    let Some(shape) = shape.and_then(|shape| shape.extract::<Vec<u64>>().ok()) else { return Ok(()) };
+    let mut rows = 1;
+    let leading = shape.iter().map(|size| {
+        rows *= size;
+        rows
+    });
+    if shape.len() < 2 || count == 1 || shape.contains(&0) || leading.into_iter().any(|rows| rows == count) {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("{count} offsets are not as many as there are rows in the shape {shape:?}")))
 }
 
 /// An offset, where so many bytes from there on can lie in a file.

@@ -1,6 +1,6 @@
 //! Staging memory: host memory that the device reaches, through which other host memory goes.
 
-use gpunvme::{Buffer, Mount, Registered, Result};
+use gpunvme::{Buffer, Error, Mount, Registered, Result};
 use parking_lot::Mutex;
 
 /// Bytes of a piece of staging memory: enough for the device to be busy, little enough to stay in
@@ -25,7 +25,10 @@ impl Staging {
             None => mount.register(Buffer::memfd(PIECE)?)?,
         };
         let done = work(&mut piece);
-        self.free.lock().push(piece);
+        // One that the daemon knew is nothing to the next.
+        if !matches!(done, Err(Error::LostBuffer { .. })) {
+            self.free.lock().push(piece);
+        }
         done
     }
 }

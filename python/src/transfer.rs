@@ -9,6 +9,9 @@ use pyo3::types::PyDict;
 #[derive(PartialEq, Eq)]
 pub struct Transfer(gpunvme::Transfer);
 
+/// What pickle keeps of it: bytes by route, and the codes of the reasons.
+type Parts = ([u64; 6], Option<u32>, Option<u32>);
+
 impl From<gpunvme::Transfer> for Transfer {
     fn from(done: gpunvme::Transfer) -> Transfer {
         Transfer(done)
@@ -63,6 +66,24 @@ impl Transfer {
     #[getter]
     fn explanation(&self) -> &'static str {
         self.reason_code().map_or("", |reason| reason.explain())
+    }
+
+    /// For pickle.
+    #[staticmethod]
+    fn _of(moved: [u64; 6], reason: Option<u32>, cache_reason: Option<u32>) -> Transfer {
+        let [p2p, bounce, cache, host, hole, edge] = moved;
+        let moved = Moved { p2p, bounce, cache, host, hole, edge };
+        let code = |code: Option<u32>| code.and_then(Reason::from_code);
+        let mut done = gpunvme::Transfer::default();
+        (done.moved, done.reason, done.cache_reason) = (moved, code(reason), code(cache_reason));
+        Transfer(done)
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Parts)> {
+        let Moved { p2p, bounce, cache, host, hole, edge } = self.0.moved;
+        let code = |reason: Option<Reason>| reason.map(Reason::code);
+        let of = py.get_type::<Transfer>().getattr("_of")?;
+        Ok((of, ([p2p, bounce, cache, host, hole, edge], code(self.0.reason), code(self.0.cache_reason))))
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import threading
+import time
+import weakref
 
 import numpy
 import pytest
@@ -136,3 +138,55 @@ def test_a_loop_that_ends_leaves_no_descriptor(stored):
         asyncio.run(main())
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_loops_that_were_closed_with_requests_in_flight_let_go_of_them(stored):
+    path, _ = stored(64 << 20)
+    memory = []
+
+    async def leave(f) -> None:
+        array = numpy.zeros(64 << 20, numpy.uint8)
+        memory.append(weakref.ref(array))
+        task = asyncio.create_task(f.read_into_async(array))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    async def small(f) -> None:
+        assert (await f.read_into_async(bytearray(10))).bytes == 10
+
+    def kept() -> int:
+        asyncio.run(small(f))
+        gc.collect()
+        return sum(array() is not None for array in memory)
+
+    descriptors = []
+    with gpunvme.open(path) as f:
+        for _ in range(2):
+            for _ in range(5):
+                asyncio.run(leave(f))
+            end = time.monotonic() + 60
+            while kept() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert kept() == 0
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+    # Those that stay are of what is copied through.
+    assert descriptors[1] <= descriptors[0] + 1
+
+
+def test_a_task_that_nobody_holds_is_finished(stored):
+    path, values = stored(1 << 20)
+    array = numpy.zeros(1 << 20, numpy.uint8)
+    done = []
+
+    async def read(f) -> None:
+        done.append(await f.read_into_async(array))
+
+    async def main(f) -> None:
+        asyncio.ensure_future(read(f))  # noqa: RUF006
+        while not done:
+            gc.collect()
+            await asyncio.sleep(0)
+
+    with gpunvme.open(path) as f:
+        asyncio.run(main(f))
+    assert numpy.array_equal(array, values)

@@ -52,6 +52,14 @@ def test_both_read_what_both_write(folder, writer, reader):
     assert equal(loaded, saved)
 
 
+def test_the_path_of_a_checkpoint_may_be_bytes(folder):
+    path = os.fsencode(folder / "c")
+    saved, loaded = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    dcp.save(saved, storage_writer=Writer(path))
+    dcp.load(loaded, storage_reader=Reader(path))
+    assert equal(loaded, saved)
+
+
 def test_a_save_that_does_not_end_leaves_no_mixture(folder, monkeypatch):
     dcp.save({"w": random((64, 64), torch.float32)}, storage_writer=Writer(folder / "c"))
 

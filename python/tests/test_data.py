@@ -312,3 +312,66 @@ def test_ray_places_the_reading(files):
         for path, value in list(zip(paths, content, strict=True))[1:]
     ]
     assert [line for line in done.stdout.splitlines() if line.startswith(str(paths[0].parent))] == expected
+
+
+def test_one_path_is_no_list_of_paths(folder):
+    path = folder / "file"
+    for kind in (Files, Tars, lambda paths: Records(paths, 4)):
+        for one in (path, str(path), os.fsencode(path)):
+            with pytest.raises(TypeError, match=f"'{path}' is one path: give a list"):
+                kind(one)
+
+
+def test_paths_may_be_bytes_here_too(files):
+    paths, content = files
+    (batch,) = Batches([list(Files([os.fsencode(path) for path in paths]))], DEVICE)
+    assert read(batch) == content and batch.samples[0].path == str(paths[0])
+
+
+def test_batches_of_other_things_are_refused_in_words(files):
+    paths, _ = files
+    with pytest.raises(TypeError, match=r"DataLoader\(…, collate_fn=list\)"):
+        Batches(DataLoader(Records(paths[5:6], 64), 4), DEVICE)
+    for others in [[str(paths[0])], [Files(paths)[0], 7], Files(paths)[0]]:
+        with pytest.raises(
+            TypeError, match=r"in the place of a Sample: use DataLoader\(…, collate_fn=list\)"
+        ):
+            list(Batches([others], DEVICE))
+
+
+def test_where_there_is_no_cuda_torch_says_so(files, monkeypatch):
+    def init():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    paths, _ = files
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+        list(Batches([list(Files(paths))]))
+
+
+def test_no_fewer_than_no_batches_are_left(files):
+    assert len(Batches([[]] * 3, DEVICE, skip=5)) == 0
+    assert len(Batches([[]] * 3, DEVICE, skip=1)) == 2
+
+
+def test_an_error_of_tar_names_its_shard(folder):
+    path = folder / "no.tar"
+    path.write_bytes(b"not a tar" * 100)
+    with pytest.raises(tarfile.ReadError, match=f"^{path}: ") as refused:
+        Tars([path])
+    assert isinstance(refused.value.__cause__, tarfile.ReadError)
+    with tarfile.open(path, "w") as archive:
+        entry = tarfile.TarInfo("member")
+        entry.size = 100_000
+        archive.addfile(entry, io.BytesIO(bytes(100_000)))
+    os.truncate(path, 50_000)
+    with pytest.raises(tarfile.ReadError, match=f"^{path}: it ends within member$"):
+        Tars([path])
+
+
+def test_data_sets_and_batches_show_how_much_is_in_them(files):
+    paths, content = files
+    assert repr(Files(paths)) == f"Files({len(paths)} files)"
+    assert repr(Records(paths[5:6], 64)) == "Records(64 records of 64 bytes in 1 files)"
+    (batch,) = Batches([list(Files(paths[4:5]))], DEVICE)
+    assert repr(batch) == f"Batch(1 samples, {len(content[4])} bytes on {batch.memory.device})"

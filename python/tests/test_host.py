@@ -5,6 +5,7 @@ import mmap
 import os
 import pickle
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from conftest import Volume
 from raw_cuda import DLPack
 
 import gpunvme
+from gpunvme import _types
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
 
@@ -170,6 +172,18 @@ def test_registered_memory_needs_no_copy(stored):
         assert mount.stats()["buffers"] >= 1
         del buffer
         array[0] = 1  # the array keeps it
+
+
+def test_what_a_transfer_moved_goes_to_another_process(stored):
+    path, _ = stored(10_000)
+    with gpunvme.open(path) as f:
+        done = f.read_into(bytearray(10_000))
+        assert pickle.loads(pickle.dumps(done)) == done and done.bytes == 10_000
+        with pytest.raises(gpunvme.Error, match="such a range"):
+            f.extents(2**63)
+        with pytest.raises(TypeError, match="its item 1 is of list"):
+            f.read_into([(bytearray(10), 0), [bytearray(10), 0]])
+    assert gpunvme.__version__.count(".") == 2
 
 
 def test_a_file_elsewhere_is_refused_and_left_alone(tmp_path):
@@ -355,6 +369,11 @@ def test_a_mount_that_goes_away_is_an_error(own_volume: Volume):
         for _ in range(1000):
             f.read_into(bytearray(100_000))
     assert gone.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENODEV)
+    # What the package copies through is nothing that the caller has.
+    for call in (f.read_into, f.write_from):
+        with pytest.raises(gpunvme.Error) as gone:
+            call(bytearray(100_000))
+        assert "registered" not in str(gone.value) and gone.value.filename is not None, gone.value
     f.close()
 
 
@@ -390,6 +409,13 @@ def test_rows_come_from_offsets_of_their_own(stored):
             f.read_rows(matrix, [1, 2, 3])
         with pytest.raises(ValueError, match="4000 bytes are not 0 rows"):
             f.read_rows(matrix, [])
+        with pytest.raises(ValueError, match=r"2 offsets are not as many as .* \[4, 1000\]"):
+            f.read_rows(matrix, [1, 2])
+        for shape in ((2, 2, 1000), (4000,), (2, 2, 10, 100)):
+            again = numpy.zeros(shape, numpy.uint8)
+            assert f.read_rows(again, [5, 70_000, 0, 4096]).bytes == 4000
+            assert numpy.array_equal(again.reshape(4, 1000)[1], values[70_000:71_000])
+        assert f.read_rows(matrix, [9]).bytes == 4000
         with pytest.raises(OverflowError):
             f.read_rows(matrix, numpy.array([-1, 0, 0, 0]))
         for kind in (">i8", ">u8", "<u8", ">i4"):
@@ -472,3 +498,28 @@ def test_structures_with_objects_in_them_are_refused_and_others_read(stored):
         times = numpy.zeros(16, [("time", "M8[ns]"), ("value", "<f4")])
         file.read_into(times)
         assert times.tobytes() == values[: times.nbytes].tobytes()
+
+
+def test_errors_have_names_by_which_programs_find_them(folder, tmp_path):
+    def open_elsewhere():
+        (tmp_path / "file").write_bytes(b"x")
+        gpunvme.open(tmp_path / "file")
+
+    for raising, name in [
+        (lambda: gpunvme.open(folder / "missing"), "NotFoundError"),
+        (lambda: gpunvme.open(folder, "w"), "IsDirectoryError"),
+        (open_elsewhere, "Error"),
+    ]:
+        with pytest.raises(gpunvme.Error) as refused:
+            raising()
+        kind = type(refused.value)
+        assert traceback.format_exception_only(refused.value)[0].startswith(f"gpunvme.{name}: ")
+        assert getattr(gpunvme, name) is kind is pickle.loads(pickle.dumps(kind))
+        assert type(pickle.loads(pickle.dumps(refused.value))) is kind
+
+
+def test_the_types_of_statistics_are_what_they_have(volume):
+    with gpunvme.Mount(volume) as mount:
+        stats = mount.stats()
+    assert stats.keys() == _types.Stats.__annotations__.keys()
+    assert stats["read"].keys() == stats["write"].keys() == _types.Routes.__annotations__.keys()

@@ -1,6 +1,7 @@
 """Files of safetensors, beside the package of that name."""
 
 import json
+import os
 import struct
 
 import numpy
@@ -282,3 +283,62 @@ def test_an_index_of_other_things_is_refused(folder):
     (folder / "m.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
     with pytest.raises(ValueError, match="not the index"):
         ours.load_file(folder, framework="np")
+
+
+class Model:
+    def state_dict(self):
+        return {}
+
+
+def test_what_are_no_tensors_is_refused_by_name_before_anything_is_written(folder, monkeypatch):
+    path = folder / "m.safetensors"
+    array = numpy.zeros((4, 6), "f4")
+    monkeypatch.setattr(ours, "replaced", lambda path: pytest.fail("something was to be written"))
+    for tensors, told in [
+        (path, r"mapping of names to tensors, not PosixPath: save_file\(tensors, filename\)"),
+        ([array], "mapping of names to tensors, not list"),
+        (Model(), r"not Model: give its \.state_dict\(\)"),
+        ({"a": array, "step": 7}, "'step' is no tensor or array: it is of builtins.int"),
+        ({"a": array, "b": [array]}, "'b' is no tensor or array: it is of builtins.list"),
+    ]:
+        with pytest.raises(TypeError, match=told):
+            ours.save_file(tensors, path)
+    with pytest.raises(TypeError, match="metadata has to be a mapping of texts to texts, not list"):
+        ours.save_file({"a": array}, path, ["x"])
+    for tensor, told in [
+        (
+            array[:, ::2],
+            r"'b' is a strided view \(shape \[4, 3\], strides \[24, 8\]\).* numpy.ascontiguousarray",
+        ),
+        (array.T, "'b' is a strided view"),
+        (numpy.zeros(3, "U5"), "'b': safetensors has no name for the dtype"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            ours.save_file({"a": array, "b": tensor}, path)
+
+
+def test_one_text_is_no_list_of_names(folder):
+    stock.save_file({"a": numpy.zeros(3), "b": numpy.ones(3)}, folder / "m.safetensors")
+    with pytest.raises(TypeError, match="names is one text, 'ab'"):
+        ours.load_file(folder / "m.safetensors", framework="np", names="ab")
+
+
+def test_paths_may_be_bytes(folder):
+    path = os.fsencode(folder / "m.safetensors")
+    ours.save_file({"a": numpy.ones(9)}, path)
+    assert ours.load_file(path, framework="np")["a"].sum() == 9
+    assert ours.load_file(os.fsencode(folder), framework="np").keys() == {"a"}
+    with ours.safe_open(path, "np") as f, gpunvme.open(path) as plain:
+        assert plain.name == os.fsdecode(path)
+        assert f.get_tensor("a").sum() == 9
+
+
+def test_an_open_file_shows_what_is_in_it(folder):
+    path = folder / "m.safetensors"
+    stock.save_file({"a": numpy.zeros((3, 4), "f4")}, path)
+    with ours.safe_open(path, "np") as f:
+        assert "a" in f and "b" not in f and 1 not in f
+        assert repr(f) == f"safe_open('{path}': 1 tensors)"
+        assert f.get_slice("a").shape == (3, 4)
+        assert repr(f.get_slice("a")) == "Slice(F32 of shape [3, 4])"
+    assert repr(f) == f"safe_open('{path}': 1 tensors)"

@@ -29,6 +29,7 @@ def test_a_set_is_staged_once(folder, source):
     before = (there / "one").stat().st_ino
     assert gpunvme.stage(source.as_uri(), folder, progress=lambda done, of: seen.append((done, of))) == there
     assert seen[-1] == (0, 0) and (there / "one").stat().st_ino == before
+    assert gpunvme.stage(os.fsencode(source), os.fsencode(folder)) == there
 
 
 def test_the_root_comes_from_the_environment(folder, source, monkeypatch):

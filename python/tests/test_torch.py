@@ -285,9 +285,26 @@ def test_tensors_that_are_no_memory_are_refused_by_name(stored):
         refuse(zeros[0].expand(5), ValueError, r"shape \[5\], strides \[0\]")
         for tensor in (given_up, cut, zeros.to("meta"), zeros.to("meta")[5:]):
             refuse(tensor, TypeError, lies_nowhere)
-        refuse(zeros.reshape(10, 10).to_sparse(), ValueError, None)
-        refuse(zeros.reshape(10, 10).to_sparse_csr(), RuntimeError, None)
-        torch.vmap(lambda row: refuse(row, RuntimeError, None))(zeros.reshape(10, 10))
+        refuse(zeros.reshape(10, 10).to_sparse(), ValueError, "layout torch.sparse_coo")
+        refuse(zeros.reshape(10, 10).to_sparse_csr(), ValueError, "layout torch.sparse_csr")
+        torch.vmap(lambda row: refuse(row, TypeError, lies_nowhere))(zeros.reshape(10, 10))
+
+
+def test_a_read_into_a_tensor_is_a_change_in_place(stored):
+    path, _ = stored(1000)
+    weights = torch.ones(3, device=DEVICE, requires_grad=True)
+    saved = torch.ones(3, device=DEVICE)
+    product = (weights * saved).sum()
+    with gpunvme.open(path, "r+") as f:
+        f.write_from(saved)
+        before = saved._version
+        f.read_into(saved)
+        assert saved._version > before
+        with torch.inference_mode():
+            untracked = torch.zeros(3, device=DEVICE)
+        f.read_into(untracked)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        product.backward()
 
 
 def test_a_tensor_that_gets_other_memory_in_flight_hurts_nothing(stored):

@@ -1,5 +1,8 @@
 """State dicts, beside ``torch.save`` and ``torch.load``."""
 
+import errno
+import os
+import traceback
 import zipfile
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -103,8 +106,10 @@ class Holder:
 def test_tensors_in_other_objects_are_refused_and_the_file_stays(folder):
     gpunvme.torch.save({"a": torch.ones(3)}, folder / "state.pt")
     before = (folder / "state.pt").read_bytes()
-    with pytest.raises(ValueError, match=r"other objects than tensors and plain values \(.*Holder\)"):
+    told = r"state\.pt: .* other objects than tensors and plain values \(.*Holder\): .*add_safe_globals"
+    with pytest.raises(ValueError, match=told) as refused:
         gpunvme.torch.save({"a": Holder()}, folder / "state.pt")
+    assert ".tmp" not in str(refused.value)
     assert (folder / "state.pt").read_bytes() == before
     assert [entry.name for entry in folder.iterdir()] == ["state.pt"]
 
@@ -204,3 +209,94 @@ def test_nothing_that_others_put_in_the_folder_is_written_to(folder, monkeypatch
     with pytest.raises(FileExistsError):
         gpunvme.torch.save({"a": torch.ones(9)}, folder / "state.pt")
     assert victim.read_bytes() == b"precious" and (folder / ".gpunvme-guessed.tmp").is_symlink()
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_errors_name_the_path_that_was_given(folder, tmp_path, save, monkeypatch):
+    (folder / "file").write_bytes(b"x")
+    (folder / "folder").mkdir()
+    monkeypatch.chdir(folder)
+    for path, error in [
+        ("", FileNotFoundError),
+        ("folder", IsADirectoryError),
+        ("new/", IsADirectoryError),
+        ("missing/new", FileNotFoundError),
+        ("file/new", NotADirectoryError),
+        ("x" * 256, OSError),
+        (str(tmp_path / "new"), gpunvme.Error),
+    ]:
+        with monkeypatch.context() as patched:
+            patched.setattr(_replace.os, "chmod", lambda *_: pytest.fail("all of it was written"))
+            with pytest.raises(error) as refused:
+                save(path)
+        assert refused.value.filename == path and ".tmp" not in f"{refused.value!r} {refused.value}"
+    assert sorted(entry.name for entry in folder.iterdir()) == ["file", "folder"]
+
+    def rename(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted", source, None, target)
+
+    monkeypatch.setattr(_replace.os, "rename", rename)
+    with pytest.raises(PermissionError) as refused:
+        save("new")
+    assert str(refused.value) == f"[Errno {errno.EPERM}] Operation not permitted: 'new'"
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_mount_that_goes_away_is_the_error(own_volume, save, monkeypatch):
+    opened = gpunvme.torch.open_file
+    path = own_volume.path / "file"
+
+    def open_file(path, mode):
+        file = opened(path, mode)
+        own_volume.kill()
+        return file
+
+    monkeypatch.setattr(gpunvme.torch, "open_file", open_file)
+    monkeypatch.setattr(gpunvme.safetensors, "open_file", open_file)
+    with pytest.raises((OSError, RuntimeError)) as gone:
+        save(path)
+    # The first error, and not that of the cleaning up.
+    assert traceback.extract_tb(gone.tb)[-1].name != "replaced"
+    assert getattr(gone.value, "filename", None) in (None, str(path)) and ".tmp" not in str(gone.value)
+
+
+def test_load_takes_the_arguments_of_torch_load(folder):
+    path = os.fsencode(folder / "state.pt")
+    gpunvme.torch.save({"a": torch.ones(3)}, path)
+    for device in (DEVICE, torch.device(DEVICE)):
+        loaded = gpunvme.torch.load(path, map_location=device, weights_only=True)
+        assert loaded["a"].device.type == DEVICE
+    with pytest.raises(TypeError, match="two names of one argument"):
+        gpunvme.torch.load(path, DEVICE, map_location=DEVICE)
+    with pytest.raises(TypeError, match="map_location has to be a device, and is of dict"):
+        gpunvme.torch.load(path, map_location={"cuda": "cpu"})
+    with pytest.raises(ValueError, match="only weights are loaded"):
+        gpunvme.torch.load(path, weights_only=False)
+
+
+def test_tensors_that_are_no_memory_are_not_saved(folder):
+    zeros = torch.zeros(20, 5, device=DEVICE)
+    for tensor, error, told in [
+        (
+            zeros.T,
+            ValueError,
+            r"'w' is a strided view \(shape \[5, 20\], strides \[1, 5\]\).*\.contiguous\(\)",
+        ),
+        (zeros.to_sparse(), ValueError, "'w' is of the layout torch.sparse_coo"),
+        (zeros.to(torch.complex64).conj(), ValueError, r"'w' .* use \.resolve_conj\(\)"),
+        (zeros.to("meta"), TypeError, "'w' has no memory"),
+        (zeros.to(torch.complex128), ValueError, "'w': safetensors has no name"),
+    ]:
+        with pytest.raises(error, match=told):
+            gpunvme.safetensors.save_file({"a": zeros, "w": tensor}, folder / "m.safetensors")
+    with pytest.raises(TypeError, match=r"not Linear: give its \.state_dict\(\)"):
+        gpunvme.safetensors.save_file(torch.nn.Linear(2, 2), folder / "m.safetensors")
+    assert not list(folder.iterdir())
+
+
+def test_tied_weights_are_each_written(folder):
+    weight = torch.rand(30, device=DEVICE)
+    gpunvme.safetensors.save_file({"a": weight, "b": weight}, folder / "m.safetensors")
+    loaded = gpunvme.safetensors.load_file(folder / "m.safetensors", DEVICE)
+    assert same(loaded["a"], weight) and same(loaded["b"], weight)
+    assert loaded["a"].data_ptr() != loaded["b"].data_ptr()

@@ -7,6 +7,9 @@ use super::quiesce::Quiesced;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::Waiter;
 
+/// How often an operation waits for nodes although the write-back of some file has failed.
+const FAILURES_MAX: u32 = 3;
+
 impl Filesystem {
     /// Runs an operation to its end; for threads that may wait.
     ///
@@ -14,7 +17,7 @@ impl Filesystem {
     /// The operation's own error, or that of what it had to wait for.
     pub fn wait<T>(self: &Arc<Self>, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T, FsError> {
         let mut waiter = Waiter::default();
-        let mut quiesced = None;
+        let (mut quiesced, mut failures) = (None, 0);
         loop {
             let returns = self.pages.returns();
             match attempt() {
@@ -23,7 +26,13 @@ impl Filesystem {
                 Err(Fail::Stall(Stall::Memory)) => self.make_room(returns)?,
                 Err(Fail::Stall(Stall::Nodes)) => {
                     self.release_all_ahead();
-                    self.flush_all()?;
+                    // Errors are those of other files: they matter where that brings no node.
+                    if let Err(error) = self.flush_all() {
+                        failures += 1;
+                        if failures > FAILURES_MAX {
+                            return Err(error);
+                        }
+                    }
                 }
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,

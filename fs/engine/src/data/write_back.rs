@@ -401,13 +401,15 @@ impl Filesystem {
     }
 
     /// Waits until there may be room in the write buffer; `returns`: how often pages had come back
-    /// before there was too little of it.
+    /// before there was too little of it. Errors are those of other files: they matter where no
+    /// page comes back.
     pub(super) fn make_room(self: &Arc<Self>, returns: u64) -> Result<(), FsError> {
-        self.start_listed()?;
-        if !self.completions.help() && !self.pages.wait(returns) {
-            self.files.all().iter().for_each(|file| file.state.lock().buffer.last = None);
+        let started = self.start_listed();
+        if self.completions.help() || self.pages.wait(returns) {
+            return Ok(());
         }
-        Ok(())
+        self.files.all().iter().for_each(|file| file.state.lock().buffer.last = None);
+        started
     }
 
     /// Bytes of the write buffer that are in use: most of them wait for the device.

@@ -161,6 +161,10 @@ impl Cache {
     /// Forgets a block.
     pub fn remove(&mut self, address: u64) {
         self.entries.remove(&address);
+        // One that an operation made, and did not need after all: the last that came.
+        if self.clock.back() == Some(&address) {
+            self.clock.pop_back();
+        }
     }
 
     /// Keeps what a block holds now as its image of a transaction, until that is at home.

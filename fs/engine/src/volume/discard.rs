@@ -24,6 +24,8 @@ const BATCH: u64 = 1 << 16;
 /// The same where little is free, 2 MiB; in between it is a quarter of what is, so that writers
 /// find other blocks.
 const BATCH_MIN: u64 = CHUNK_BLOCKS;
+/// Runs of freed blocks that are let go of at once.
+const FREED_AT_ONCE: usize = 4096;
 /// Groups that one call looks at: some milliseconds of reading where their bitmaps are not in
 /// memory.
 const GROUPS: u64 = 64;
@@ -149,12 +151,15 @@ impl Volume {
         Ok(self.io.run(runs.iter().map(request))?)
     }
 
-    /// Lets the allocator have busy blocks that will be free.
+    /// Lets the allocator have busy blocks that will be free. Others have the metadata lock in
+    /// between.
     pub(super) fn free_busy(&self, runs: &[Run]) {
-        let mut meta = self.meta.write();
-        for run in runs {
-            meta.busy.remove(*run);
-            meta.pending -= run.len;
+        for some in runs.chunks(FREED_AT_ONCE) {
+            let mut meta = self.meta.write();
+            for run in some {
+                meta.busy.remove(*run);
+                meta.pending -= run.len;
+            }
         }
     }
 
