@@ -347,9 +347,26 @@ GPUNVME_FN void fence_gpu()
 	GPUNVME_EITHER(asm volatile("fence.acq_rel.gpu;" ::: "memory"), __atomic_thread_fence(__ATOMIC_ACQ_REL));
 }
 
+/* Leaves the processor to threads that may have what this one needs. */
 GPUNVME_FN void pause()
 {
 	GPUNVME_EITHER(asm volatile("nanosleep.u32 100;"), sched_yield());
+}
+
+/* The same for who has waited so many nanoseconds for the daemon. On a CPU, threads that yield to one
+ * another may keep it from its processor: who has waited for long sleeps. */
+GPUNVME_FN void pause_after(u64 waited)
+{
+#ifndef __CUDA_ARCH__
+	const struct timespec moment = {0, 100};
+	if (waited > 20000000) {
+		nanosleep(&moment, nullptr);
+		return;
+	}
+#else
+	(void)waited;
+#endif
+	pause();
 }
 
 /* Nanoseconds since some moment. */

@@ -36,7 +36,10 @@ pub fn check(address: u64, len: u64) -> Result<()> {
             return if in_ordinary && is_mapped(at, end - at) { Ok(()) } else { Err(outside.into()) };
         };
         in_ordinary = found.place == Place::Host;
-        at = (found.base + found.len).max(at + 1);
+        if !(found.base..found.base + found.len).contains(&at) {
+            return Err(Code::PointerInvalid.into());
+        }
+        at = found.base + found.len;
     }
     Ok(())
 }
@@ -78,8 +81,14 @@ pub fn is_same_open_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
 }
 
 fn is_same_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
-    let (Ok(copy), Ok(ours)) = (duplicate(number), rustix::fs::fstat(descriptor)) else { return false };
-    rustix::fs::fstat(copy).is_ok_and(|its| (its.st_dev, its.st_ino) == (ours.st_dev, ours.st_ino))
+    // Not by a copy, whose end would be that of the process's record locks on the file.
+    if number < 0 {
+        return false;
+    }
+    // SAFETY: it is not -1, and fstat(2) refuses what is no descriptor.
+    let number = unsafe { BorrowedFd::borrow_raw(number) };
+    let (Ok(its), Ok(ours)) = (rustix::fs::fstat(number), rustix::fs::fstat(descriptor)) else { return false };
+    (its.st_dev, its.st_ino) == (ours.st_dev, ours.st_ino)
 }
 
 /// Another descriptor of the open file behind a number of the application's.

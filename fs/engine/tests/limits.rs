@@ -58,3 +58,29 @@ fn when_inode_numbers_run_out_creating_fails_and_all_else_goes_on() {
     assert_sound(&fs, "without numbers");
     assert_eq!(fs.read(ino, 0, 5000).expect("it can be read"), [1; 5000]);
 }
+
+#[test]
+fn an_inode_has_as_many_attributes_as_can_be_listed() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(128 << 20);
+    make(&device);
+    let fs = open(&device).expect("it can be opened");
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"a", &new)).expect("there is room").ino;
+    // Long values, between which the names are looked for, and short ones. 64 KiB of names of 100
+    // bytes, each with a zero byte.
+    let name = |number: usize| format!("user.{number:094}");
+    let most = 65536 / 100;
+    for number in 0..most {
+        let value = vec![number as u8; if number % 3 == 0 { 1 } else { 9000 }];
+        fs.wait(|| fs.set_xattr(&WHO, ino, name(number).as_bytes(), &value, false, false)).expect("there is room");
+    }
+    let refused = fs.wait(|| fs.set_xattr(&WHO, ino, name(most).as_bytes(), b"1", false, false)).unwrap_err();
+    assert!(matches!(refused, FsError::NoSpace), "{refused}");
+    // One that is there already needs no room in the list.
+    fs.wait(|| fs.set_xattr(&WHO, ino, name(0).as_bytes(), b"2", false, true)).expect("there is room");
+    let listed = fs.wait(|| fs.list_xattrs(ino)).expect("nothing fails");
+    let mut listed: Vec<&[u8]> = listed.split(|byte| *byte == 0).filter(|name| !name.is_empty()).collect();
+    listed.sort_unstable();
+    assert!(listed.iter().map(|name| String::from_utf8_lossy(name)).eq((0..most).map(name)), "{} names", listed.len());
+    assert_sound(&fs, "many attributes");
+}

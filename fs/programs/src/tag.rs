@@ -74,7 +74,9 @@ struct Found {
 fn one_of(name: &str, mut found: Vec<Found>) -> Result<PathBuf, String> {
     found.sort_by(|one, other| one.path.cmp(&other.path));
     let Some(first) = found.first() else {
-        return Err(format!("no block device that can be read here has a gpunvme volume of {name} (gpunvme probe DEVICE)"));
+        return Err(format!(
+            "no block device that can be read here has a gpunvme volume of {name}; `gpunvme probe DEVICE` shows what one has, and image files are not looked at"
+        ));
     };
     let are_of_two = |(one, other): &(&Found, &Found)| {
         one.uuid != other.uuid || one.member.is_none() || other.member.is_none() || one.member == other.member
@@ -103,7 +105,7 @@ impl<'a> Tag<'a> {
             Some(("LABEL", label)) => Ok(Some(Tag::Label(label))),
             Some(("UUID", uuid)) => match uuid.parse::<uuid::Uuid>() {
                 Ok(uuid) => Ok(Some(Tag::Uuid(uuid.into_bytes()))),
-                Err(error) => Err(format!("{name}: {error}")),
+                Err(_) => Err(format!("{uuid} is no UUID, such as 6bf5c1f4-27b3-46a8-9d5a-1c5f5c8b7a10")),
             },
             _ => Ok(None),
         }

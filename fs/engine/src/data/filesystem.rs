@@ -9,7 +9,7 @@ use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
 
 use super::errors::Asker;
-use super::file::{File, FileState, Files};
+use super::file::{File, FileState, Files, Truncation};
 use super::pages::PagePool;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::inode::content_changed;
@@ -81,9 +81,13 @@ impl Filesystem {
         let device = io.device().clone();
         let pages = PagePool::new(&device, options.write_buffer)?;
         let volume = Volume::open(io, options.volume)?;
+        let files = Files::default();
+        for ino in volume.take_cut_short() {
+            files.get(ino).state.lock().truncation = Truncation::Pending;
+        }
         Ok(Arc::new(Filesystem {
             volume,
-            files: Files::default(),
+            files,
             pages,
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,

@@ -260,7 +260,8 @@ impl Filesystem {
     }
 
     fn flush(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
-        self.finish_truncation(file)?;
+        // What is in memory lies below the end, whatever comes of it.
+        let truncated = self.finish_truncation(file);
         let (number, grown, shrinks) = {
             let mut state = file.state.lock();
             state.in_flight.flushes.begun += 1;
@@ -277,7 +278,7 @@ impl Filesystem {
         self.volume.wait(|| self.stamp(file, grown, shrinks))?;
         let mut state = file.state.lock();
         state.in_flight.flushes.done = state.in_flight.flushes.done.max(number);
-        Ok(())
+        truncated
     }
 
     /// Waits for something that ends with a write or a truncation of the file.

@@ -107,6 +107,8 @@ pub struct Volume {
     pub(super) space_waits: Arc<SpaceWaits>,
     /// Inodes that were without a name when the volume was opened.
     pub(super) orphans: Mutex<Vec<u64>>,
+    /// Files whose truncation could not be ended when the volume was opened.
+    pub(super) cut_short: Mutex<Vec<u64>>,
 }
 
 impl Volume {
@@ -190,6 +192,7 @@ impl Volume {
             discards: Mutex::default(),
             space_waits: Arc::default(),
             orphans: Mutex::default(),
+            cut_short: Mutex::default(),
         }
     }
 
@@ -198,11 +201,11 @@ impl Volume {
         if self.read_only || self.failed.get().is_some() {
             return Ok(());
         }
-        self.finish_truncations()?;
-        self.reap(usize::MAX)?;
+        // What cannot be finished stays noted for the next mount, and holds up nothing else.
+        let finished = self.finish_truncations().and_then(|()| self.reap(usize::MAX));
         self.close_journal()?;
         self.discard_freed();
-        Ok(())
+        finished.map(drop)
     }
 
     /// The superblock, as it was when the volume was opened: growth changes it.

@@ -44,17 +44,31 @@ fn list(blocks: &impl Blocks, from: u64, limit: usize) -> Attempt<Vec<u64>> {
     Ok(found)
 }
 
+/// Whether an error concerns one inode, and others can go on.
+fn is_of_one(error: &FsError) -> bool {
+    matches!(error, FsError::Corrupt(_) | FsError::Device(_))
+}
+
 impl Volume {
     /// Ends truncations that a crash interrupted, and notes the inodes without a name for removal:
-    /// no process can have them open after a crash.
+    /// no process can have them open after a crash. A file whose truncation cannot be ended is
+    /// noted, too ([`Volume::take_cut_short`]).
     pub(crate) fn finish_truncations(&self) -> Result<(), FsError> {
         let mut from = 0;
         loop {
             let found = self.wait(|| list(&*self.meta.read(), from, 1000))?;
             for ino in &found {
                 match self.wait(|| self.stored_attributes(*ino)) {
-                    Ok(attributes) if attributes.inode.nlink > 0 => while self.wait(|| self.truncate_step(*ino))? {},
+                    Ok(attributes) if attributes.inode.nlink > 0 => match self.finish_truncation(*ino) {
+                        Ok(()) => {}
+                        Err(error) if is_of_one(&error) => {
+                            tracing::error!(ino, %error, "a truncation cannot be ended: the file cannot grow");
+                            self.cut_short.lock().push(*ino);
+                        }
+                        Err(error) => return Err(error),
+                    },
                     Ok(_) | Err(FsError::NotFound) => self.orphans.lock().push(*ino),
+                    Err(error) if is_of_one(&error) => tracing::error!(ino, %error, "an inode cannot be read"),
                     Err(error) => return Err(error),
                 }
             }
@@ -65,14 +79,34 @@ impl Volume {
         }
     }
 
+    fn finish_truncation(&self, ino: u64) -> Result<(), FsError> {
+        while self.wait(|| self.truncate_step(ino))? {}
+        Ok(())
+    }
+
+    /// The files with blocks beyond their end that could not be freed: they must not grow.
+    pub(crate) fn take_cut_short(&self) -> Vec<u64> {
+        std::mem::take(&mut *self.cut_short.lock())
+    }
+
     /// Removes up to `limit` of the inodes that a crash or the last unmount left without a name.
-    /// Returns whether none is left.
+    /// Returns whether none is left. One that cannot be removed stays for the next mount.
+    ///
+    /// # Errors
+    /// The last error, after the others were removed.
     pub fn reap(&self, limit: usize) -> Result<bool, FsError> {
+        let mut reaped = Ok(());
         for _ in 0..limit {
-            let Some(ino) = self.orphans.lock().pop() else { return Ok(true) };
-            self.reap_inode(ino)?;
+            let Some(ino) = self.orphans.lock().pop() else { return reaped.map(|()| true) };
+            match self.reap_inode(ino) {
+                Err(error) if is_of_one(&error) => {
+                    tracing::error!(ino, %error, "an inode without a name cannot be removed");
+                    reaped = Err(error);
+                }
+                result => result?,
+            }
         }
-        Ok(self.orphans.lock().is_empty())
+        reaped.map(|()| self.orphans.lock().is_empty())
     }
 
     /// Removes an inode without a name and everything that belongs to it. No process may have it

@@ -20,6 +20,8 @@ const XATTR_LIST_MAX: usize = 65536;
 /// Attributes that a search looks at, where names were replaced and it could be any: more than
 /// [`XATTR_LIST_MAX`] has names for.
 const SEARCHED_MAX: usize = 16384;
+/// Attributes with long values that are listed at once: each takes a descent of the tree.
+const LISTED_AT_ONCE: usize = 128;
 /// Prefixes of attribute names, except those of ACLs.
 const PREFIXES: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
 
@@ -114,17 +116,22 @@ pub(crate) fn set(op: &mut Op, ino: u64, name: &[u8], value: &[u8]) -> Attempt<(
     Err(FsError::NoSpace.into())
 }
 
-/// The names of the attributes, each with a zero byte after it, up to [`XATTR_LIST_MAX`]. Their
-/// values are stepped over.
-fn list(blocks: &impl Blocks, ino: u64) -> Attempt<Vec<u8>> {
-    let (mut names, mut from) = (Vec::new(), Some(0));
-    while let Some(offset) = from.take() {
+/// Adds names of attributes from an offset on, each with a zero byte after it, up to
+/// [`XATTR_LIST_MAX`]. Their values are stepped over. Returns where others are: the caller holds
+/// the metadata lock.
+fn list_some(blocks: &impl Blocks, ino: u64, from: u64, names: &mut Vec<u8>) -> Attempt<Option<u64>> {
+    let (mut next, mut descents) = (Some(from), 0);
+    while let Some(offset) = next.take() {
+        if descents == LISTED_AT_ONCE {
+            return Ok(Some(offset));
+        }
+        descents += 1;
         tree::scan(blocks, Key::new(ino, Kind::Xattr, offset), |key, value| {
             if !key.is(ino, Kind::Xattr) {
                 return Ok(ControlFlow::Break(()));
             }
             if key.offset() % XATTR_PIECES != 0 {
-                from = (key.offset() - key.offset() % XATTR_PIECES).checked_add(XATTR_PIECES);
+                next = (key.offset() - key.offset() % XATTR_PIECES).checked_add(XATTR_PIECES);
                 return Ok(ControlFlow::Break(()));
             }
             let name = XattrHead::decode(ino, value)?.name;
@@ -136,7 +143,7 @@ fn list(blocks: &impl Blocks, ino: u64) -> Attempt<Vec<u8>> {
             Ok(ControlFlow::Continue(()))
         })?;
     }
-    Ok(names)
+    Ok(None)
 }
 
 impl Volume {
@@ -148,7 +155,11 @@ impl Volume {
     /// The names of the extended attributes, each with a zero byte after it, as many as
     /// listxattr(2) can give.
     pub(crate) fn list_xattrs(&self, ino: u64) -> Attempt<Vec<u8>> {
-        list(&*self.meta.read(), ino)
+        let (mut names, mut from) = (Vec::new(), Some(0));
+        while let Some(offset) = from {
+            from = list_some(&*self.meta.read(), ino, offset, &mut names)?;
+        }
+        Ok(names)
     }
 
     /// Sets an extended attribute. `create`: it must not exist; `replace`: it must. An ACL changes
@@ -169,13 +180,16 @@ impl Volume {
         if value.len() > XATTR_MAX {
             return Err(FsError::TooBig.into());
         }
+        // Before the metadata is this operation's alone.
+        let is_new = find(&*self.meta.read(), ino, name)?.is_none();
+        let listed = if is_new { self.list_xattrs(ino)?.len() } else { 0 };
         let mut op = self.begin()?;
         op.room_for_names()?;
         let mut inode = inode::load(&op, ino)?;
         match find(&op, ino, name)? {
             Some(_) if create => return Err(FsError::Exists.into()),
             None if replace => return Err(FsError::NoData.into()),
-            None if list(&op, ino)?.len() + name.len() + 1 > XATTR_LIST_MAX => return Err(FsError::NoSpace.into()),
+            None if listed + name.len() + 1 > XATTR_LIST_MAX => return Err(FsError::NoSpace.into()),
             _ => {}
         }
         let (mode, store) = match acl::mode_of(name, value, inode.mode, inode.is_dir())? {

@@ -161,7 +161,9 @@ impl Lifecycle {
         }
         tracing::warn!("{}: still in use: cutting off what is open", mount.dir().display());
         // What is dirty in shared mappings goes to the daemon while it can still be reached.
-        mount.sync()?;
+        if let Err(error) = mount.sync() {
+            tracing::error!("{}: what programs have written may be lost: {error}", mount.dir().display());
+        }
         match mount.release(UnmountFlags::DETACH) {
             Ok(()) | Err(Errno::INVAL) => {}
             Err(error) => return Err(error.into()),

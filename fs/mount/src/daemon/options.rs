@@ -16,6 +16,7 @@ use super::settings::{Partial, Settings};
 /// Mounts a gpunvme volume. Usually called by mount(8): mount -t gpunvme DEVICE DIR
 #[derive(Debug, Parser)]
 #[command(name = "mount.gpunvme", bin_name = "mount.gpunvme", version)]
+#[allow(clippy::struct_excessive_bools, reason = "they are mount(8)'s flags")]
 struct Arguments {
     /// A block device, image file or NVMe controller (vfio:0000:01:00.0) that mkfs.gpunvme has
     /// formatted; or LABEL=... or UUID=... of a volume on block devices
@@ -26,6 +27,12 @@ struct Arguments {
     /// Mount options, separated by commas; mount.gpunvme(8) lists them
     #[arg(short = 'o', value_name = "OPTIONS")]
     options: Vec<String>,
+    /// Mount read-only, as -o ro
+    #[arg(short = 'r', conflicts_with = "writable")]
+    read_only: bool,
+    /// Mount writable, as -o rw
+    #[arg(short = 'w')]
+    writable: bool,
     /// Stay in the foreground and log to stderr
     #[arg(long)]
     foreground: bool,
@@ -129,6 +136,9 @@ impl Options {
         let mut list = OptionList::default();
         for options in &arguments.options {
             list.add(options, arguments.sloppy)?;
+        }
+        if arguments.read_only || arguments.writable {
+            list.partial.ro = Some(arguments.read_only);
         }
         let config = Partial::from_config(list.config.as_deref())?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -311,6 +321,9 @@ mod tests {
 
     #[test]
     fn takes_what_mount_passes() {
+        assert!(parse(&["disk.img", "/data", "-r"]).unwrap().settings.read_only);
+        assert!(!parse(&["disk.img", "/data", "-o", "ro", "-w"]).unwrap().settings.read_only);
+        assert!(parse(&["disk.img", "/data", "-r", "-w"]).is_err());
         let options = parse(&["vfio:0000:01:00.0", "/data", "-n", "-s", "-f", "-v", "-o", "rw", "-t", "gpunvme"]).unwrap();
         assert_eq!(options.device, "vfio:0000:01:00.0");
         assert_eq!(options.dir, PathBuf::from("/data"));

@@ -102,7 +102,7 @@ impl Session {
     /// only the kernel had. The filesystem is then ready to be closed.
     ///
     /// # Errors
-    /// The device failed.
+    /// The device failed, or an inode cannot be removed: the next mount tries again.
     pub fn end(self) -> Result<(), FsError> {
         let Session { front, housekeeping, late_fragments, .. } = self;
         // Before the workers: transfers that stalled go on there, and are waited for. Attached
@@ -115,9 +115,12 @@ impl Session {
         front.overtaken.end();
         front.invalidations.end();
         if !front.fs.volume().is_read_only() {
-            for ino in front.lookups.orphans() {
+            let reap = |ino| {
                 while front.fs.wait(|| front.fs.reap_step(ino))? {}
-            }
+                Ok(())
+            };
+            // All of them, whatever comes of one.
+            return front.lookups.orphans().into_iter().map(reap).fold(Ok(()), Result::and);
         }
         Ok(())
     }
