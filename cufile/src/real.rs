@@ -11,7 +11,6 @@ use crate::environment;
 use crate::failure::{Failure, Result};
 use crate::files::Direction;
 use crate::transfer::Range;
-use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -46,17 +45,11 @@ pub struct Library {
 
 static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
 
-thread_local! {
-    /// Whether this thread is in the library's registration of a file.
-    static FORWARDS: Cell<bool> = const { Cell::new(false) };
-}
-
 impl Library {
     /// The library; looked for when it is first asked for. None where there is none, or
-    /// `GPUNVME_CUFILE_REAL` is `off`, or what was found is another copy of this library, which has
-    /// come back to this one.
+    /// `GPUNVME_CUFILE_REAL` is `off`.
     pub fn get() -> Option<&'static Library> {
-        if FORWARDS.get() { None } else { LIBRARY.get_or_init(Library::find).as_ref() }
+        LIBRARY.get_or_init(Library::find).as_ref()
     }
 
     /// The library, if it was asked for before.
@@ -123,11 +116,8 @@ impl Library {
         let number = file.as_raw_fd() as u32;
         let descriptor = Descriptor { kind: KIND_FD, handle: number.into(), operations: std::ptr::null() };
         let mut handle = std::ptr::null_mut();
-        FORWARDS.set(true);
         // SAFETY: both are this function's, and the descriptor stays open as long as the handle.
-        let registered = unsafe { (self.register)(&mut handle, &descriptor) };
-        FORWARDS.set(false);
-        check(registered)?;
+        check(unsafe { (self.register)(&mut handle, &descriptor) })?;
         Ok(RealFile { library: self, handle: handle as usize, _file: file })
     }
 

@@ -185,31 +185,3 @@ fn without_nvidias_library_files_elsewhere_are_read_by_the_processor() {
         assert_eq!(cufile.read(handle, device.address(), 100, 3_000_000, 0), 1);
     });
 }
-
-/// Each finds the other where it looks for NVIDIA's library.
-#[test]
-fn copies_of_the_library_do_not_hand_a_file_round() {
-    needs_mount!();
-    with_software_cuda("", || {
-        let (elsewhere, cufile) = (scratch_dir(), in_use());
-        let copies = ["one", "two"].map(|name| {
-            let folder = elsewhere.path().join(name);
-            fs::create_dir(&folder).unwrap();
-            fs::copy(path(), folder.join("libcufile.so.0")).unwrap();
-            folder
-        });
-        // SAFETY: no other thread of this process runs yet that reads the environment.
-        unsafe { std::env::set_var("LD_LIBRARY_PATH", std::env::join_paths(copies).unwrap()) };
-        let data = tree::pattern(2, 300_001);
-        let path = elsewhere.path().join("file");
-        fs::write(&path, &data).unwrap();
-        let file = open(&path);
-        let before = fs::read_dir("/proc/self/fd").unwrap().count();
-        let handle = cufile.register(&file).unwrap();
-        assert!(fs::read_dir("/proc/self/fd").unwrap().count() < before + 20);
-        let device = Device::zeroed(data.len());
-        assert_eq!(cufile.read(handle, device.address(), data.len(), 0, 0), data.len() as isize);
-        assert!(device.get(0, data.len()) == data);
-        cufile.deregister(handle);
-    });
-}
