@@ -353,8 +353,8 @@ GPUNVME_FN void pause()
 	GPUNVME_EITHER(asm volatile("nanosleep.u32 100;"), sched_yield());
 }
 
-/* The same for who has waited so many nanoseconds for the daemon. On a CPU, threads that yield to
- * one another may keep it from its processor: who has waited for long sleeps. */
+/* The same, in a thread that has waited so many nanoseconds for the daemon. On a CPU, threads that
+ * yield to one another may keep the daemon from its processor: after 20 ms they sleep. */
 GPUNVME_FN void pause_after(u64 waited)
 {
 #ifndef __CUDA_ARCH__

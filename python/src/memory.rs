@@ -184,8 +184,8 @@ fn unreachable(tensor: &Bound<'_, PyAny>) -> PyResult<PyErr> {
     Ok(PyTypeError::new_err(format!("{} on {device} has no memory that can be reached{way_out}", name(tensor))))
 }
 
-/// Has autograd know that a tensor changes, as an operation in place does: who saved it for a
-/// gradient is told there, and does not go on with other numbers.
+/// Tells autograd that a tensor changes, as an operation in place does: a gradient for which the
+/// tensor was saved is then an error, and not one of other numbers.
 fn note_change(tensor: &Bound<'_, PyAny>) -> PyResult<()> {
     static INCREMENT: PyOnceLock<Option<Py<PyAny>>> = PyOnceLock::new();
     let py = tensor.py();

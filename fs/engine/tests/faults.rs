@@ -249,15 +249,22 @@ fn a_device_that_fails_flushes_promises_nothing() {
     assert!(fs.sync_file(ino).is_err(), "a flush that failed is not forgotten");
 }
 
+/// A volume of 32 MiB on a device that can become larger, and may fail.
+fn small() -> (Arc<MemoryDevice>, Arc<Faulty>, Arc<Filesystem>) {
+    let memory = MemoryDevice::new(32 << 20);
+    let faulty = Faulty::new(memory.clone());
+    let device: Arc<dyn BlockDevice> = faulty.clone();
+    make(&device);
+    let fs = open(&device).expect("nothing fails yet");
+    (memory, faulty, fs)
+}
+
 #[test]
 fn a_growth_whose_writes_may_not_be_durable_makes_the_volume_read_only() {
     let first_superblock = Rule::fail(On::Write, libc::EIO).within(0..4096);
     for rule in [Rule::fail(On::Flush, libc::EIO), first_superblock] {
-        let memory = MemoryDevice::new(32 << 20);
-        let faulty = Faulty::new(memory.clone());
-        let device: Arc<dyn BlockDevice> = faulty.clone();
-        make(&device);
-        let fs = open(&device).expect("nothing fails yet");
+        let (memory, faulty, fs) = small();
+        let device = fs.volume().device().clone();
         let ino = file(&fs, b"a");
         fs.wait(|| fs.write(ino, 0, &[7; 5000], NOW)).unwrap();
         fs.sync_file(ino).unwrap();
@@ -278,14 +285,10 @@ fn a_growth_whose_writes_may_not_be_durable_makes_the_volume_read_only() {
 
 #[test]
 fn a_growth_that_cannot_write_behind_the_end_leaves_the_volume_as_it_was() {
-    let memory = MemoryDevice::new(32 << 20);
-    let faulty = Faulty::new(memory.clone());
-    let device: Arc<dyn BlockDevice> = faulty.clone();
-    make(&device);
-    let fs = open(&device).expect("nothing fails yet");
+    let (memory, faulty, fs) = small();
     let ino = file(&fs, b"a");
     memory.extend(64 << 20);
-    device.look_again().unwrap();
+    fs.volume().device().look_again().unwrap();
     // Such as a thin volume whose pool is full.
     faulty.add(Rule::fail(On::Write, libc::ENOSPC).within(32 << 20..64 << 20).once());
     assert!(matches!(fs.volume().grow().unwrap_err(), FsError::Device(_)));
@@ -368,7 +371,7 @@ fn a_truncation_that_cannot_be_ended_concerns_its_file_alone() {
     let fs = open(&device).expect("one file is damaged");
     let shortened = fs.wait(|| fs.set_size(&WHO, ino, 200 * 4096));
     assert!(matches!(shortened, Err(FsError::Corrupt(_))));
-    // What lies below its end is written down, although who asks for that is told.
+    // What lies below its end is written down, although a sync returns the error.
     fs.wait(|| fs.write(ino, 0, &[9; 4096], NOW)).unwrap();
     fs.wait(|| fs.write(ino, 4096, &[9; 4096], NOW)).unwrap();
     assert!(matches!(fs.sync_file(ino), Err(FsError::Corrupt(_))));

@@ -293,7 +293,7 @@ fn what_threads_have_written_beside_one_another_on_a_full_volume_is_not_lost() {
     assert_sound(&fs, "after threads");
 }
 
-/// What files have reserved ahead is nobody's yet.
+/// Blocks that a file has reserved ahead are given back when names need them.
 #[test]
 fn names_have_room_beside_a_file_that_grows() {
     let device: Arc<dyn BlockDevice> = MemoryDevice::new(250 << 20);

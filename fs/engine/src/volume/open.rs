@@ -317,12 +317,12 @@ impl Volume {
         Ok(self.load_all(&[address])?.swap_remove(0))
     }
 
-    /// Reads a metadata block into memory, and of group descriptors those beside it: who looks for
-    /// a group looks at many, and begins anew after each block that it waited for.
+    /// Reads a metadata block into memory, and of group descriptors those beside it: a search for a
+    /// group looks at many, and begins anew after each block that it waited for.
     fn load_with_neighbours(&self, address: u64) -> Result<Vec<Arc<Block>>, FsError> {
         if let Some(blocks) = self.geometry().descriptor_blocks_near(address, NEIGHBOURS) {
             let read = || read_blocks(&self.io, blocks.start, blocks.end - blocks.start);
-            // One that is damaged concerns who needs it.
+            // A damaged neighbour fails only operations that need it.
             if let Ok(loaded) = self.load_by(&blocks.clone().collect::<Vec<_>>(), read) {
                 return Ok(loaded);
             }

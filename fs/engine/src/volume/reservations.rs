@@ -52,13 +52,13 @@ impl Volume {
         meta.unreserve(ahead);
     }
 
-    /// Whether so many blocks can be had, now or when others have given back what they need not.
+    /// Whether data can have so many blocks without anything being deleted: now, or when writes in
+    /// flight are over and a checkpoint has given back emptied chunks.
     ///
     /// # Errors
     /// [`FsError::NoSpace`].
     pub(crate) fn may_have(&self, blocks: u64) -> Result<(), FsError> {
-        let meta = self.meta.read();
-        if blocks <= meta.available() + meta.pending { Ok(()) } else { Err(FsError::NoSpace) }
+        if blocks <= self.meta.read().attainable() { Ok(()) } else { Err(FsError::NoSpace) }
     }
 
     /// Gives reserved blocks back.

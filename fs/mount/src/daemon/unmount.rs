@@ -78,7 +78,7 @@ impl Arguments {
     }
 }
 
-/// Whether a volume was left with something in its journal. Who cannot look does not know.
+/// Whether a volume was left with something in its journal; not where it cannot be read.
 fn is_unclean(source: &str) -> bool {
     members::open(source, &[], OpenMode::ReadOnly).is_ok_and(|device| matches!(gpunvme_engine::is_clean(&device), Ok(false)))
 }

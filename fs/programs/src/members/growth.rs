@@ -137,7 +137,7 @@ pub fn add(device: &Arc<dyn BlockDevice>, devices: &[Arc<dyn BlockDevice>]) -> R
         std::mem::forget(devices.to_vec());
         return Err(match [why, not_undone] {
             [GrowError::NotDurable(error), _] | [_, GrowError::NotDurable(error)] => GrowError::NotDurable(error),
-            // First the way out: who reads it may have room for no more.
+            // First the way out: the answer of an ioctl cuts off the end.
             [why, _] => {
                 let names = names(devices);
                 format!("keep what is there, and mount the volume again: {names} may be the volume's at the next mount; {why}")

@@ -1,7 +1,7 @@
 //! Reserving: finds free blocks for data, and marks them busy, in memory only.
 
 use gpunvme_layout::Block;
-use gpunvme_layout::geometry::{CHUNK_BLOCKS, GROUP_CHUNKS};
+use gpunvme_layout::geometry::{CHUNK_BLOCKS, DESCRIPTORS_PER_BLOCK, GROUP_CHUNKS};
 use gpunvme_layout::group::{self, ChunkKind};
 
 use super::bitmaps::{Descriptors, bitmap};
@@ -20,7 +20,7 @@ const HOLES_PART: u64 = 64;
 /// Groups with free chunks that are searched for a longer run when a shorter one is known.
 const LONGER_GROUPS: u64 = 16;
 /// Groups in which a hole between data is looked for at once: so many as a block describes.
-const SEARCH_GROUPS: u64 = 504;
+const SEARCH_GROUPS: u64 = DESCRIPTORS_PER_BLOCK;
 /// Places that are looked at for that: holes, and busy blocks between them.
 const SEARCH_LOOKS: u64 = 64;
 
@@ -367,7 +367,7 @@ mod tests {
         }
     }
 
-    /// Whoever reserves holds the metadata lock.
+    /// The metadata lock is held meanwhile.
     #[test]
     fn few_places_are_looked_at_where_free_blocks_lie_between_others() {
         let volume = volume(256 << 20);

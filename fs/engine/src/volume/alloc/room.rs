@@ -57,8 +57,16 @@ impl Meta {
         if self.free_nodes.is_some() && !self.fits(1, one, NODES_LEFT, self.state.free_chunks) {
             return 0;
         }
-        let kept = self.chunk_margin() + self.chunks_for_names();
-        self.state.free_blocks.saturating_sub(self.promised.blocks + kept * CHUNK_BLOCKS)
+        self.state.free_blocks.saturating_sub(self.promised.blocks + self.kept_from_data())
+    }
+
+    /// Blocks that data could have if it needed all that was promised, and all emptied chunks.
+    pub fn attainable(&self) -> u64 {
+        (self.state.free_blocks + self.emptied.len() as u64 * CHUNK_BLOCKS).saturating_sub(self.kept_from_data())
+    }
+
+    fn kept_from_data(&self) -> u64 {
+        (self.chunk_margin() + self.chunks_for_names()) * CHUNK_BLOCKS
     }
 
     /// Wholly free chunks that are kept for metadata: the margin, or as many as were promised.
@@ -166,5 +174,28 @@ impl Op<'_> {
         let nodes = self.meta().count_free_nodes()?;
         self.set_free_nodes(Some(nodes));
         Ok(nodes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::volume::format::tests::volume;
+    use crate::volume::promised::Promised;
+
+    #[test]
+    fn what_others_will_give_back_can_be_attained() {
+        let volume = volume(250 << 20);
+        let available = volume.usage().available;
+        assert!(volume.may_have(available).is_ok() && volume.may_have(available + 1).is_err());
+        // Promised to a write that needs less, as it turns out.
+        volume.meta.write().promised = Promised { blocks: 1000, parts: 0 };
+        assert!(volume.usage().available < available && volume.may_have(available).is_ok());
+        // Full of metadata's chunks, one of which has become empty.
+        let mut meta = volume.meta.write();
+        (meta.promised, meta.state.free_blocks) = (Promised::default(), meta.kept_from_data());
+        assert_eq!(meta.attainable(), 0);
+        meta.emptied.push((0, 1));
+        assert_eq!(meta.attainable(), CHUNK_BLOCKS);
     }
 }

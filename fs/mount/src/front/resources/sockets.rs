@@ -45,7 +45,7 @@ pub(crate) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
     Listener::bind(&directory.join(name), Mode::from_raw_mode(0o666), server)
 }
 
-/// Locks a file that nobody else can open: a lock that another user holds would hold up all mounts.
+/// Locks a file that only its owner can open: a lock of another user would hold up all mounts.
 fn lock(path: &Path, patience: Duration) -> io::Result<File> {
     let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(path)?;
     let begun = Instant::now();
