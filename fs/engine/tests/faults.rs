@@ -390,6 +390,14 @@ fn a_truncation_that_cannot_be_ended_concerns_its_file_alone() {
         fs.sync_file(other).unwrap();
         let _ = fs.close();
     }
+    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+    let mut fsck = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("it can be opened");
+    fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("nothing fails");
+    fsck.close(true).expect("nothing fails");
+    let fs = open(&device).expect("it was repaired");
+    assert_sound(&fs, "repaired");
+    fs.wait(|| fs.write(ino, 300 * 4096, &[1; 10], NOW)).expect("it can grow again");
+    assert_eq!(fs.read(ino, 200 * 4096, 100 * 4096).unwrap(), [0; 100 * 4096], "no old bytes");
 }
 
 #[test]
