@@ -71,3 +71,36 @@ fn where_small_files_came_and_went_large_ones_find_large_extents() {
     assert!(extents.len() <= 6, "24 MiB lie in {} extents on a volume that has 60 MiB free", extents.len());
     assert_sound(&fs, "an old volume");
 }
+
+#[test]
+fn files_are_removed_together_or_none_of_them_is() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+    make(&device);
+    let fs = open(&device).expect("it can be opened");
+    let before = fs.usage();
+    let orphan = |name: &str, attributes: u32| {
+        let ino = write(&fs, name, 100_000);
+        fs.sync_file(ino).expect("nothing fails");
+        for n in 0..attributes {
+            let name = format!("user.{n}");
+            fs.wait(|| fs.set_xattr(&WHO, ino, name.as_bytes(), b"value", true, false)).expect("there is room");
+        }
+        fs.wait(|| fs.unlink(&WHO, ROOT, name.as_bytes())).expect("it is there").expect("its last name")
+    };
+    let few: Vec<u64> = (0..3).map(|n| orphan(&format!("few {n}"), 1)).collect();
+    // One operation does not remove all of it.
+    let many = orphan("many", 100);
+    let all: Vec<u64> = few.iter().copied().chain([many]).collect();
+    let with_all = fs.usage();
+    assert!(!fs.wait(|| fs.reap_together(&all)).expect("nothing fails"));
+    assert_eq!(fs.usage(), with_all, "none is removed");
+    assert!(fs.wait(|| fs.reap_together(&few)).expect("nothing fails"));
+    assert_eq!(fs.usage().inodes, with_all.inodes - 3);
+    assert!(fs.wait(|| fs.reap_together(&few)).expect("those that are gone are no error"));
+    while fs.wait(|| fs.reap_step(many)).expect("nothing fails") {}
+    fs.commit().expect("nothing fails");
+    let after = fs.usage();
+    assert_eq!((after.inodes, after.free), (before.inodes, before.free));
+    fs.close().expect("nothing fails");
+    assert_sound(&device);
+}

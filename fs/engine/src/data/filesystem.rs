@@ -341,16 +341,28 @@ impl Filesystem {
     /// Removes a part of an inode that has no name and that no process uses any more. Returns
     /// whether there is more to remove.
     pub fn reap_step(&self, ino: u64) -> Attempt<bool> {
-        if let Some(file) = self.files.find(ino) {
-            let mut state = file.state.lock();
-            self.drop_pages(&mut state, 0);
-            if !state.in_flight.writes.is_empty() {
-                return Err(Fail::Stall(Stall::InFlight { ino }));
-            }
-            (state.newer.size, state.newer.changed) = (None, None);
-            state.errors.clear();
-        }
+        self.drop_content(ino)?;
         self.volume.reap_step(ino)
+    }
+
+    /// As [`Filesystem::reap_step`], of several inodes, each of them whole, in one operation.
+    /// Returns false, and has removed none, where one of them takes more than that.
+    pub fn reap_together(&self, inos: &[u64]) -> Attempt<bool> {
+        inos.iter().try_for_each(|ino| self.drop_content(*ino))?;
+        self.volume.reap_together(inos)
+    }
+
+    /// Drops what is in memory of an inode that is about to be removed.
+    fn drop_content(&self, ino: u64) -> Attempt<()> {
+        let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let mut state = file.state.lock();
+        self.drop_pages(&mut state, 0);
+        if !state.in_flight.writes.is_empty() {
+            return Err(Fail::Stall(Stall::InFlight { ino }));
+        }
+        (state.newer.size, state.newer.changed) = (None, None);
+        state.errors.clear();
+        Ok(())
     }
 
     /// Writes back what is in memory of a file and makes it, and everything done before, durable,

@@ -120,27 +120,19 @@ impl Volume {
     /// there is more.
     pub(crate) fn reap_step(&self, ino: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
-        let inode = match inode::load(&op, ino) {
-            Ok(inode) => inode,
-            Err(Fail::Error(FsError::NotFound)) => {
-                remove(&mut op, ino)?;
-                op.finish();
+        let more = reap_part(&mut op, ino)?;
+        op.finish();
+        Ok(more)
+    }
+
+    /// Removes inodes without a name, all of them whole, in one operation. Returns false, and has
+    /// changed nothing, where one of them takes more than that.
+    pub(crate) fn reap_together(&self, inos: &[u64]) -> Attempt<bool> {
+        let mut op = self.begin()?;
+        for ino in inos {
+            if reap_part(&mut op, *ino)? {
                 return Ok(false);
             }
-            Err(error) => return Err(error),
-        };
-        if inode.nlink > 0 {
-            return Ok(false);
-        }
-        let step = extents::remove(&mut op, ino, 0, u64::MAX)?;
-        if step.blocks > 0 {
-            inode::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
-        }
-        if step.next.is_none() && remove_items(&mut op, ino)? {
-            remove(&mut op, ino)?;
-            op.state_mut().inodes = op.meta().state.inodes.saturating_sub(1);
-            op.finish();
-            return Ok(false);
         }
         op.finish();
         Ok(true)
@@ -159,6 +151,31 @@ impl Volume {
         op.finish();
         Ok(step.next.is_some())
     }
+}
+
+/// Removes a part of an inode, of one with a name nothing. Returns whether there is more.
+fn reap_part(op: &mut Op, ino: u64) -> Attempt<bool> {
+    let inode = match inode::load(op, ino) {
+        Ok(inode) => inode,
+        Err(Fail::Error(FsError::NotFound)) => {
+            remove(op, ino)?;
+            return Ok(false);
+        }
+        Err(error) => return Err(error),
+    };
+    if inode.nlink > 0 {
+        return Ok(false);
+    }
+    let step = extents::remove(op, ino, 0, u64::MAX)?;
+    if step.blocks > 0 {
+        inode::change(op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
+    }
+    if step.next.is_some() || !remove_items(op, ino)? {
+        return Ok(true);
+    }
+    remove(op, ino)?;
+    op.state_mut().inodes = op.meta().state.inodes.saturating_sub(1);
+    Ok(false)
 }
 
 /// Removes items of an inode, the inode itself last. Returns whether all are gone.

@@ -318,9 +318,7 @@ impl Handler for Adapter {
     }
 
     fn forget(&self, forgets: Forgets<'_>) {
-        for forget in forgets {
-            self.0.forget(forget.ino, forget.lookups);
-        }
+        self.0.forget(forgets.map(|forget| (forget.ino, forget.lookups)));
     }
 }
 

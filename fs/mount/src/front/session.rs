@@ -12,6 +12,7 @@ use super::fuse;
 use super::housekeeping::Housekeeping;
 use super::kernel::{Lookups, MountState};
 use super::operations::appends::LateFragments;
+use super::operations::removal::Removals;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
 use super::resources::request_budget::RequestBudget;
@@ -61,6 +62,7 @@ impl Session {
         let transfers = Workers::new("transfers", TRANSFER_THREADS)?;
         let front = Arc::new(Front {
             lookups: Lookups::default(),
+            removals: Removals::default(),
             request_budget: RequestBudget::new(REQUEST_BYTES),
             append_order: AppendOrder::new(PARKED),
             syncs: Syncs::default(),

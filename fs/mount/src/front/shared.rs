@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lookups, MountState};
+use super::operations::removal::Removals;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
@@ -25,6 +26,7 @@ use super::settings::{Devices, Log};
 pub(crate) struct Front {
     pub(crate) fs: Arc<Filesystem>,
     pub(crate) lookups: Lookups,
+    pub(crate) removals: Removals,
     pub(crate) request_budget: Arc<RequestBudget>,
     pub(crate) append_order: AppendOrder,
     pub(crate) syncs: Syncs,

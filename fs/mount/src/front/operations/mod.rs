@@ -5,5 +5,5 @@ pub(super) mod appends;
 mod coherence;
 pub(super) mod files;
 pub(super) mod names;
-mod removal;
+pub(super) mod removal;
 mod xattr;

@@ -58,12 +58,19 @@ impl Front {
         );
     }
 
-    /// Notes that the kernel has forgotten answers that gave it an inode.
-    pub fn forget(self: &Arc<Self>, ino: u64, lookups: u64) {
-        if self.lookups.forget(ino, lookups) {
-            self.remove(ino);
-        } else if self.fs.has_lost_data() && !self.lookups.knows(ino) {
-            self.fs.closed_by_all(ino);
+    /// Notes that the kernel has forgotten answers that gave it inodes, so many of each.
+    pub fn forget(self: &Arc<Self>, forgets: impl Iterator<Item = (u64, u64)>) {
+        let orphans: Vec<u64> = forgets
+            .filter_map(|(ino, lookups)| {
+                let is_orphan = self.lookups.forget(ino, lookups);
+                if !is_orphan && self.fs.has_lost_data() && !self.lookups.knows(ino) {
+                    self.fs.closed_by_all(ino);
+                }
+                is_orphan.then_some(ino)
+            })
+            .collect();
+        if !orphans.is_empty() {
+            self.remove(orphans);
         }
     }
 
@@ -194,7 +201,7 @@ impl Front {
         if let Some(ino) = orphan?
             && self.lookups.orphaned(ino)
         {
-            self.remove(ino);
+            self.remove([ino]);
         }
         Ok(())
     }
@@ -376,7 +383,7 @@ impl<L: Listing> Reading<L> {
             if !full {
                 (self.cookie, self.started) = (entry.cookie, true);
             } else if counted.is_some() {
-                self.front.forget(entry.ino, 1);
+                self.front.forget([(entry.ino, 1)].into_iter());
             }
         }
         !full

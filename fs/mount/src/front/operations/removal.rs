@@ -1,16 +1,74 @@
 //! Removing inodes that have no name, once the kernel has forgotten them.
+//!
+//! Those that are forgotten while a thread removes others are left to that thread, which removes
+//! several in one operation: the metadata lock is taken once for them, and what they share in the
+//! tree is changed by one processor.
 
 use std::sync::Arc;
 
 use gpunvme_engine::error::{Fail, FsError};
+use parking_lot::Mutex;
 
 use crate::front::messages;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 
+/// Inodes that are removed together at the most: others wait for the metadata meanwhile.
+const TOGETHER: usize = 16;
+
+/// The inodes that are to be removed.
+#[derive(Default)]
+pub(crate) struct Removals(Mutex<Waiting>);
+
+#[derive(Default)]
+struct Waiting {
+    inos: Vec<u64>,
+    /// A thread removes some, and looks for more before it ends.
+    taken_care_of: bool,
+}
+
+impl Removals {
+    /// Adds inodes. Returns whether the caller is to remove what there is: no thread does so yet.
+    #[must_use]
+    fn add(&self, inos: impl IntoIterator<Item = u64>) -> bool {
+        let mut waiting = self.0.lock();
+        waiting.inos.extend(inos);
+        !std::mem::replace(&mut waiting.taken_care_of, true)
+    }
+
+    /// The next ones that are to be removed together; none when the caller is done.
+    fn next(&self) -> Vec<u64> {
+        let mut waiting = self.0.lock();
+        let first = waiting.inos.len().saturating_sub(TOGETHER);
+        let next = waiting.inos.split_off(first);
+        waiting.taken_care_of = !next.is_empty();
+        next
+    }
+}
+
 impl Front {
-    /// Removes an orphan that the kernel has forgotten.
-    pub(crate) fn remove(self: &Arc<Self>, ino: u64) {
+    /// Removes orphans that the kernel has forgotten, or leaves them to a thread that removes
+    /// others.
+    pub(crate) fn remove(self: &Arc<Self>, inos: impl IntoIterator<Item = u64>) {
+        if !self.removals.add(inos) {
+            return;
+        }
+        loop {
+            let inos = self.removals.next();
+            if inos.is_empty() {
+                return;
+            }
+            // What stands in the way of one is that one's own.
+            if matches!(self.fs.reap_together(&inos), Ok(true)) {
+                inos.into_iter().for_each(|ino| self.removed(ino, Ok(())));
+            } else {
+                inos.into_iter().for_each(|ino| self.remove_alone(ino));
+            }
+        }
+    }
+
+    /// Removes an orphan, of which another thread does what takes long.
+    fn remove_alone(self: &Arc<Self>, ino: u64) {
         match self.fs.reap_step(ino) {
             Ok(false) => self.removed(ino, Ok(())),
             Err(Fail::Error(error)) => self.removed(ino, Err(error)),
@@ -23,7 +81,7 @@ impl Front {
         }
     }
 
-    /// As [`Front::remove`], on a thread that may wait.
+    /// Removes an orphan, on a thread that may wait.
     pub(crate) fn remove_waiting(&self, ino: u64) {
         let remove = || -> Result<(), FsError> {
             while self.fs.wait(|| self.fs.reap_step(ino))? {}
@@ -32,10 +90,30 @@ impl Front {
         self.removed(ino, remove());
     }
 
-    pub(crate) fn removed(&self, ino: u64, result: Result<(), FsError>) {
+    fn removed(&self, ino: u64, result: Result<(), FsError>) {
         if let Err(error) = result {
             messages::not_removed(ino, &error);
         }
         self.lookups.removed(ino);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_added_while_a_thread_removes_is_left_to_it_and_nothing_stays_behind() {
+        let removals = Removals::default();
+        assert!(removals.add(0..20));
+        assert!(!removals.add([20]));
+        let mut removed = removals.next();
+        assert_eq!(removed.len(), TOGETHER);
+        assert!(!removals.add([21]));
+        removed.extend(removals.next());
+        removed.sort_unstable();
+        assert_eq!(removed, (0..22).collect::<Vec<u64>>());
+        assert!(removals.next().is_empty());
+        assert!(removals.add([22]), "the thread has ended");
     }
 }
