@@ -323,18 +323,29 @@ fn remove_entry(op: &mut Op, key: Key) -> Attempt<Vec<u8>> {
     Ok(value)
 }
 
-/// A name like the wanted one that is not taken.
+/// A name like the wanted one that is not taken: the wanted one, or that with a number. Numbers are
+/// mostly taken in a row from 1 on, so its end is found by doubling and halving: a name that many
+/// entries want costs each of them few looks.
 fn free_name(op: &Op, dir: u64, wanted: &[u8]) -> Attempt<Vec<u8>> {
-    let mut name = wanted[..wanted.len().min(NAME_MAX)].to_vec();
-    for number in 1u64.. {
-        if dir::find(op, dir, &name)?.is_none() {
-            break;
-        }
+    let plain = &wanted[..wanted.len().min(NAME_MAX)];
+    let numbered = |number: u64| {
         let end = format!("~{number}");
-        name.truncate(wanted.len().min(NAME_MAX - end.len()));
-        name.extend(end.bytes());
+        [&plain[..plain.len().min(NAME_MAX - end.len())], end.as_bytes()].concat()
+    };
+    let is_free = |name: &[u8]| Ok::<_, Fail>(dir::find(op, dir, name)?.is_none());
+    if is_free(plain)? {
+        return Ok(plain.to_vec());
     }
-    Ok(name)
+    let (mut taken, mut free) = (0, 1u64);
+    while !is_free(&numbered(free))? {
+        taken = free;
+        free = free.checked_mul(2).ok_or(FsError::NoSpace)?;
+    }
+    while free - taken > 1 {
+        let middle = taken + (free - taken) / 2;
+        *(if is_free(&numbered(middle))? { &mut free } else { &mut taken }) = middle;
+    }
+    Ok(numbered(free))
 }
 
 /// Stores an entry again under the hash of its name; under another name, if that is taken by

@@ -7,6 +7,7 @@
 mod cuts;
 mod damage;
 mod dump;
+mod many;
 mod shared;
 mod subject;
 

@@ -1,0 +1,56 @@
+//! Images that were made to cost a check much: a great many findings, names, or blocks.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use gpunvme_blockdev::BlockDevice;
+use gpunvme_blockdev_testing::MemoryDevice;
+use gpunvme_engine::Filesystem;
+use gpunvme_engine::volume::NewNode;
+use gpunvme_layout::{Key, Kind as ItemKind};
+
+use super::mend;
+use super::subject::{ROOT, WHO};
+use crate::common::{make, open};
+use crate::surgeon::Surgeon;
+
+/// A closed volume of so many bytes that `fill` put something into.
+fn volume(bytes: u64, fill: impl FnOnce(&Arc<Filesystem>)) -> Surgeon {
+    let memory = MemoryDevice::new(bytes);
+    let device: Arc<dyn BlockDevice> = memory.clone();
+    make(&device);
+    let fs = open(&device).expect("a new volume can be opened");
+    fill(&fs);
+    fs.close().expect("nothing fails");
+    drop(fs);
+    Surgeon::new(memory.snapshot())
+}
+
+fn create(fs: &Arc<Filesystem>, name: &str) -> u64 {
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    fs.wait(|| fs.create(&WHO, ROOT, name.as_bytes(), &new)).expect("there is room").ino
+}
+
+#[test]
+fn a_name_that_many_entries_want_costs_each_of_them_little_more_than_one_that_few_want() {
+    const ENTRIES: u64 = 4000;
+    let volume = volume(64 << 20, |fs| (0..ENTRIES).for_each(|n| _ = create(fs, &format!("{n:0100}"))));
+    let entries = volume.items(Key::new(ROOT, ItemKind::Dirent, 0), Key::new(ROOT, ItemKind::Xattr, 0));
+    assert_eq!(entries.len() as u64, ENTRIES);
+    // Overwrites so many bytes of each name with what cannot be in a name.
+    let repaired = |bytes: usize| {
+        let mut surgeon = Surgeon::new(volume.image.clone());
+        entries.iter().for_each(|(key, _)| surgeon.edit_item(*key, |value| value[9..][..bytes].fill(b'/')));
+        let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(surgeon.image);
+        let begun = Instant::now();
+        mend(&device, "names that cannot be");
+        (device, begun.elapsed())
+    };
+    let (_, apart) = repaired(1);
+    let (device, together) = repaired(100);
+    eprintln!("{ENTRIES} names: {apart:?} where each is another, {together:?} where all are the same");
+    assert!(together < 8 * apart, "{together:?}, and {apart:?} where each is another");
+    let fs = open(&device).expect("the volume can be opened");
+    let last = format!("{}~{}", "_".repeat(100), ENTRIES - 1);
+    fs.wait(|| fs.lookup(ROOT, last.as_bytes())).expect("the numbers have no gaps");
+}
