@@ -9,7 +9,6 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 
-use gpunvme_blockdev::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::FsError;
@@ -55,10 +54,10 @@ impl<T: Record> Spool<T> {
         let start = self.stored();
         let file = match &self.file {
             Some(file) => file,
-            None => self.file.insert(Rc::new(tempfile::tempfile().map_err(temporary("writing"))?)),
+            None => self.file.insert(Rc::new(tempfile::tempfile().map_err(temporary("made"))?)),
         };
         let bytes = self.memory.as_slice().as_bytes();
-        file.write_all_at(bytes, start * size_of::<T>() as u64).map_err(temporary("writing"))?;
+        file.write_all_at(bytes, start * size_of::<T>() as u64).map_err(temporary("written"))?;
         // A run that continues the last one is joined with it: records that are pushed in ascending
         // order make one run.
         if self.last.is_some_and(|before| before <= *first) {
@@ -190,13 +189,13 @@ impl<T: Record> Sorted<T> {
 
 fn read<T: Record>(file: Option<&File>, index: u64, out: &mut [T]) -> Result<(), FsError> {
     let file = file.expect("only what was written is read");
-    file.read_exact_at(out.as_mut_bytes(), index * size_of::<T>() as u64).map_err(temporary("reading"))
+    file.read_exact_at(out.as_mut_bytes(), index * size_of::<T>() as u64).map_err(temporary("read"))
 }
 
 fn temporary(action: &'static str) -> impl FnOnce(std::io::Error) -> FsError {
     move |error| {
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
-        Error::System { device: "temporary file".into(), action, errno }.into()
+        FsError::Temporary { directory: std::env::temp_dir(), action, errno }
     }
 }
 
@@ -230,5 +229,18 @@ mod tests {
         (0..20_000u64).for_each(|i| spool.push(3 * i).unwrap());
         assert_eq!(spool.runs.len(), 1);
         assert!([0, 1, 4095, 4096, 12_000, 19_999].iter().all(|i| spool.get(*i).unwrap() == 3 * i));
+    }
+
+    #[test]
+    fn a_full_directory_for_temporary_files_is_named_with_the_way_out() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let mut spool = Spool { file: Some(Rc::new(full)), ..Spool::new(1) };
+        let error = (0..=2 * PAGE as u64).find_map(|record| spool.push(record).err()).expect("it does not fit into memory");
+        let expected = format!(
+            "{}: a temporary file could not be written: No space left on device (os error 28); name a directory with more room \
+             in TMPDIR, or give fsck.gpunvme more --memory",
+            std::env::temp_dir().display()
+        );
+        assert_eq!(error.to_string(), expected);
     }
 }

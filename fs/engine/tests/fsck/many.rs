@@ -6,11 +6,13 @@ use std::time::Instant;
 use gpunvme_blockdev::BlockDevice;
 use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::Filesystem;
+use gpunvme_engine::check::Kind;
+use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::volume::NewNode;
-use gpunvme_layout::{Key, Kind as ItemKind};
+use gpunvme_layout::{Extent, Key, Kind as ItemKind};
 
-use super::mend;
 use super::subject::{ROOT, WHO};
+use super::{found, mend};
 use crate::common::{make, open};
 use crate::surgeon::Surgeon;
 
@@ -53,4 +55,29 @@ fn a_name_that_many_entries_want_costs_each_of_them_little_more_than_one_that_fe
     let fs = open(&device).expect("the volume can be opened");
     let last = format!("{}~{}", "_".repeat(100), ENTRIES - 1);
     fs.wait(|| fs.lookup(ROOT, last.as_bytes())).expect("the numbers have no gaps");
+}
+
+#[test]
+fn blocks_that_two_have_are_one_finding_however_many_groups_they_lie_in() {
+    const EXTENTS: u64 = 60;
+    let mut ino = 0;
+    let mut surgeon = volume(1 << 40, |fs| {
+        ino = create(fs, "file");
+        (0..EXTENTS).for_each(|n| {
+            fs.allocate(&WHO, ino, (n << 32) * 4096, 4096, Allocate::Reserve { grow: true }).expect("there is room");
+        });
+    });
+    // Each has all blocks of the volume but those of the first group.
+    let extents = surgeon.items(Key::new(ino, ItemKind::Extent, 0), Key::inode(ino + 1));
+    assert_eq!(extents.len() as u64, EXTENTS);
+    let block = surgeon.geometry.group_start(1);
+    let len = (surgeon.geometry.data_end() - block) as u32;
+    let all = Extent { block, len, unwritten: true, device: 0 }.encode();
+    extents.iter().for_each(|(key, _)| surgeon.edit_item(*key, |value| value.copy_from_slice(&all)));
+    assert!(surgeon.geometry.groups > 8000, "{}", surgeon.geometry.groups);
+    let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(surgeon.image);
+    let findings = found(&device);
+    assert_eq!(findings.counts.get(&Kind::Shared), Some(&(EXTENTS - 1)), "{:?}", findings.counts);
+    let unmarked = findings.counts[&Kind::Unmarked];
+    assert!(unmarked >= surgeon.geometry.groups - 1, "all of that is in use, and {unmarked} groups say otherwise");
 }

@@ -85,7 +85,7 @@ impl Visit for Surveyor<'_> {
                 let rank = self.candidates.len();
                 self.add_candidate(address, block, 0, rank)
             }
-            _ => self.kept.use_blocks(&self.geometry, INO_NONE, address, 1),
+            _ => self.kept.use_blocks(INO_NONE, address, 1),
         }
     }
 
@@ -117,7 +117,7 @@ impl Surveyor<'_> {
                 reached.remove(*address);
                 // The block's true use is unknown. Counted as data, it is not overwritten, and its
                 // chunk does not become a chunk of nodes.
-                self.kept.use_blocks(&self.geometry, INO_MAX, *address, 1)?;
+                self.kept.use_blocks(INO_MAX, *address, 1)?;
                 if let Ok(block) = block
                     && block.expect(BlockKind::Node).is_ok()
                     && node::level(&block) == 0
@@ -256,12 +256,12 @@ impl Survey {
 
 /// Notes the blocks that are in use by a leaf and its items.
 fn note_leaf(geometry: &Geometry, kept: &mut Kept, address: u64, leaf: &Block) -> Result<(), FsError> {
-    kept.use_blocks(geometry, INO_NONE, address, 1)?;
+    kept.use_blocks(INO_NONE, address, 1)?;
     for (key, value) in node::salvage(leaf).filter(|(key, _)| key.kind() == Kind::Extent as u8) {
         if let Ok(extent) = Extent::decode(key.ino(), key.offset(), value)
             && geometry.contains_data(extent.block, extent.len.into())
         {
-            kept.use_blocks(geometry, key.ino(), extent.block, extent.len.into())?;
+            kept.use_blocks(key.ino(), extent.block, extent.len.into())?;
         }
     }
     Ok(())
