@@ -98,6 +98,8 @@ struct Report {
     findings: Vec<Line>,
     /// How many findings there are of each kind, those that are not listed counted, too.
     counts: BTreeMap<&'static str, u64>,
+    /// How many of them are not listed.
+    unlisted: u64,
     /// Findings that are left.
     left: u64,
     /// Inodes that no readable leaf has any more, where the tree was built anew.
@@ -249,11 +251,7 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
             !cancelled()
         };
         let repaired = fsck.repair(&mut may, &mut show).map_err(text)?;
-        for finding in repaired.more {
-            *findings.counts.entry(finding.kind).or_default() += 1;
-            findings.list.push(finding);
-        }
-        (left, refound) = (repaired.left, repaired.refound);
+        (findings, left, refound) = (repaired.found, repaired.left, repaired.refound);
     }
     meter.clear();
     let report = Report::new(name, &fsck, recovered, findings, &left, refound);
@@ -322,6 +320,7 @@ impl Report {
             lost_inodes: refound.map(|refound| refound.of - refound.inodes),
             refound,
             safe: left.counts.keys().all(|kind| kind.is_safe()),
+            unlisted: findings.unlisted().values().sum(),
             counts: findings.counts.iter().map(|(kind, count)| (kind.name(), *count)).collect(),
             findings: findings.list.into_iter().map(line).collect(),
             left: left.total(),
@@ -403,6 +402,7 @@ mod tests {
             recovered: false,
             findings: Vec::new(),
             counts: BTreeMap::from([("node", count)]),
+            unlisted: count,
             left,
             lost_inodes: None,
             connected: 0,

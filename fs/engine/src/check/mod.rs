@@ -20,6 +20,7 @@ mod open;
 mod rebuild;
 mod space;
 mod spool;
+mod tally;
 mod unshare;
 mod walk;
 
@@ -28,7 +29,6 @@ use std::sync::Arc;
 use gpunvme_blockdev::Io;
 use gpunvme_layout::key::INO_MAX;
 use gpunvme_layout::{Block, Timestamp};
-use rustc_hash::FxHashSet;
 
 pub use finding::{Finding, Findings, Kind, Place};
 
@@ -37,6 +37,7 @@ use items::{Items, Kept};
 use mend::Mender;
 use rebuild::Survey;
 use space::{May, Space};
+use tally::Tally;
 use walk::Reader;
 
 use crate::error::FsError;
@@ -89,8 +90,8 @@ pub struct CheckOptions {
 /// Result of a repair.
 #[derive(Debug)]
 pub struct Repaired {
-    /// Findings that came up while others were mended.
-    pub more: Vec<Finding>,
+    /// All findings: those of the check before, and those that came up while others were mended.
+    pub found: Findings,
     /// Findings that are left.
     pub left: Findings,
     /// Where the tree was built anew, and the number of inodes was known.
@@ -185,7 +186,7 @@ impl Fsck {
     pub fn repair(&mut self, may: May, progress: Progress) -> Result<Repaired, FsError> {
         let first = self.check(progress)?;
         if self.abandoned || first.counts.contains_key(&Kind::Journal) && !may(Kind::Journal) {
-            return Ok(Repaired { more: Vec::new(), left: first, refound: None });
+            return Ok(Repaired { found: first.clone(), left: first, refound: None });
         }
         self.begin()?;
         if !self.superblocks.is_empty() && may(Kind::Superblock) {
@@ -193,20 +194,22 @@ impl Fsck {
             self.volume.know_front();
         }
         self.fixed = Findings::new(LISTED_MAX);
-        let mut known: FxHashSet<_> = first.list.iter().map(|f| (f.kind, f.place)).collect();
-        let mut more: Vec<Finding> = Vec::new();
+        let mut tally = Tally::new(first);
         let mut before = Vec::new();
-        for _ in 0..ROUNDS_MAX + first.total() / LISTED_MAX as u64 {
+        let mut rounds = 0;
+        // A round mends what it lists.
+        while rounds < ROUNDS_MAX + tally.total() / LISTED_MAX as u64 {
             let mut findings = Findings::new(LISTED_MAX);
             let goes_on = self.round(&mut findings, may, progress)?;
-            more.extend(findings.list.iter().filter(|f| known.insert((f.kind, f.place))).cloned());
+            tally.add(&findings);
             let mendable = findings.counts.keys().any(|kind| may(*kind));
             if !goes_on || !mendable || findings.list == before {
-                return Ok(Repaired { more, left: findings, refound: self.refound });
+                return Ok(Repaired { found: tally.into_findings(), left: findings, refound: self.refound });
             }
             before = findings.list;
+            rounds += 1;
         }
-        Ok(Repaired { more, left: self.check(progress)?, refound: self.refound })
+        Ok(Repaired { found: tally.into_findings(), left: self.check(progress)?, refound: self.refound })
     }
 
     /// Says in the anchor that the volume is in use, and where the journal begins, before the

@@ -12,7 +12,7 @@ use gpunvme_engine::volume::NewNode;
 use gpunvme_layout::{Extent, Key, Kind as ItemKind};
 
 use super::subject::{ROOT, WHO};
-use super::{found, mend};
+use super::{found, fsck, mend};
 use crate::common::{make, open};
 use crate::surgeon::Surgeon;
 
@@ -80,4 +80,25 @@ fn blocks_that_two_have_are_one_finding_however_many_groups_they_lie_in() {
     assert_eq!(findings.counts.get(&Kind::Shared), Some(&(EXTENTS - 1)), "{:?}", findings.counts);
     let unmarked = findings.counts[&Kind::Unmarked];
     assert!(unmarked >= surgeon.geometry.groups - 1, "all of that is in use, and {unmarked} groups say otherwise");
+}
+
+#[test]
+fn findings_beyond_the_list_are_counted_once_and_mended_all_the_same() {
+    const NAMES: u64 = 110_000;
+    const LISTED: usize = 100_000;
+    let mut ino = 0;
+    let mut surgeon = volume(256 << 20, |fs| {
+        ino = create(fs, "0");
+        (1..NAMES).for_each(|n| _ = fs.wait(|| fs.link(&WHO, ino, ROOT, n.to_string().as_bytes())).expect("there is room"));
+    });
+    surgeon.remove(Key::inode(ino));
+    let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(surgeon.image);
+    let mut fsck = fsck(&device, false);
+    let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("the device works");
+    assert_eq!(repaired.left.total(), 0, "{:?}", repaired.left.counts);
+    fsck.close(true).expect("nothing fails");
+    assert_eq!(repaired.found.counts.get(&Kind::EntryDangling), Some(&NAMES), "{:?}", repaired.found.counts);
+    assert_eq!(repaired.found.list.len(), LISTED);
+    assert_eq!(repaired.found.unlisted().values().sum::<u64>(), repaired.found.total() - LISTED as u64);
+    assert_eq!(found(&device).total(), 0);
 }
