@@ -11,6 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::finding::{Findings, Fix, Kind, Place};
 use super::spool::Spool;
+use super::stop::Stop;
 use super::walk::{Range, Visit, reason};
 use crate::error::FsError;
 use crate::volume::dir::check_name;
@@ -96,12 +97,12 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Keeps at most `memory` bytes in memory.
-    pub fn new(memory: usize) -> Kept {
+    pub fn new(memory: usize, stop: &Stop) -> Kept {
         Kept {
-            inodes: Spool::new(memory / 4),
-            names: Spool::new(memory / 4),
-            orphans: Spool::new(memory / 16),
-            used: Spool::new(memory / 4),
+            inodes: Spool::new(memory / 4, stop),
+            names: Spool::new(memory / 4, stop),
+            orphans: Spool::new(memory / 16, stop),
+            used: Spool::new(memory / 4, stop),
         }
     }
 
@@ -150,7 +151,7 @@ pub(crate) struct Items<'c> {
     current: Option<Current>,
     /// Lowest key that may come next.
     next: Key,
-    progress: &'c mut dyn FnMut(u64) -> bool,
+    progress: &'c mut dyn FnMut(u64),
     count: u64,
 }
 
@@ -178,15 +179,14 @@ impl Visit for Items<'_> {
 }
 
 impl<'c> Items<'c> {
-    /// Begins a check that tells `progress` how many inodes went by, and ends when that says so.
+    /// Begins a check that tells `progress` how many inodes went by.
     pub fn new(
         geometry: Geometry,
         name_hash: NameHash,
-        memory: usize,
+        kept: Kept,
         findings: &'c mut Findings,
-        progress: &'c mut dyn FnMut(u64) -> bool,
+        progress: &'c mut dyn FnMut(u64),
     ) -> Items<'c> {
-        let kept = Kept::new(memory);
         Items { geometry, name_hash, findings, kept, current: None, next: Key::MIN, progress, count: 0 }
     }
 
@@ -447,8 +447,8 @@ impl<'c> Items<'c> {
             }
         }
         self.count += 1;
-        if self.count.is_multiple_of(1024) && !(self.progress)(self.count) {
-            return Err(FsError::Cancelled);
+        if self.count.is_multiple_of(1024) {
+            (self.progress)(self.count);
         }
         self.kept.inodes.push(record)
     }
@@ -498,7 +498,7 @@ mod tests {
 
     #[test]
     fn an_extent_is_one_record_however_long_it_is() {
-        let mut kept = Kept::new(1 << 20);
+        let mut kept = Kept::new(1 << 20, &Stop::default());
         kept.use_blocks(7, 512, 1 << 40).unwrap();
         assert_eq!(kept.used.len(), 1);
     }

@@ -59,8 +59,8 @@ impl<'a, 'm> Space<'a, 'm> {
         Space { geometry: volume.geometry(), volume, reader, findings, whole, may, cover: None }
     }
 
-    /// Goes through all groups. `progress` is told how many were done, and says whether to go on.
-    pub fn compare(mut self, mut used: Sorted<UseRecord>, progress: &mut dyn FnMut(u64) -> bool) -> Result<(), FsError> {
+    /// Goes through all groups. `progress` is told how many were done.
+    pub fn compare(mut self, mut used: Sorted<UseRecord>, progress: &mut dyn FnMut(u64)) -> Result<(), FsError> {
         let (mut free_blocks, mut free_chunks) = (0, 0);
         let geometry = self.geometry;
         for (address, groups) in geometry.descriptor_blocks() {
@@ -72,9 +72,7 @@ impl<'a, 'm> Space<'a, 'm> {
                     free_blocks += blocks;
                     free_chunks += chunks;
                 }
-                if !progress(batch[batch.len() - 1] + 1) {
-                    return Err(FsError::Cancelled);
-                }
+                progress(batch[batch.len() - 1] + 1);
             }
         }
         let state = self.volume.meta.read().state;

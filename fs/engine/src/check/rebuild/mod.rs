@@ -111,7 +111,7 @@ impl Surveyor<'_> {
     /// Looks at what the old tree cannot use. Leaves that verify, and whose slots make no sense as
     /// a whole, may have items that do. What it points to rightly stays in `reached`.
     fn salvage(&mut self, reader: &Reader, reached: &mut BlockSet) -> Result<(), FsError> {
-        let damaged = std::mem::replace(&mut self.damaged, Spool::new(0));
+        let damaged = std::mem::replace(&mut self.damaged, Spool::new(0, &reader.stop));
         each_batch(damaged.sorted()?, |part| {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 reached.remove(*address);
@@ -137,14 +137,14 @@ impl Survey {
     /// old tree uses, and the new one will; `lost`: nothing is known of its root.
     pub fn new(volume: &Volume, reader: &Reader, lost: bool, memory: usize, kept: &mut Kept) -> Result<Survey, FsError> {
         let state = volume.meta.read().state;
-        let geometry = volume.geometry();
+        let (geometry, stop) = (volume.geometry(), &reader.stop);
         let mut surveyor = Surveyor {
             geometry,
             kept,
-            candidates: Spool::new(memory / 4),
-            holes: Spool::new(memory / 16),
-            damaged: Spool::new(memory / 16),
-            loose: Spool::new(memory / 16),
+            candidates: Spool::new(memory / 4, stop),
+            holes: Spool::new(memory / 16, stop),
+            damaged: Spool::new(memory / 16, stop),
+            loose: Spool::new(memory / 16, stop),
         };
         let mut reached = match lost {
             true => {
@@ -164,7 +164,7 @@ impl Survey {
         }
         drop(reached);
         let Surveyor { candidates, holes, mut loose, kept, .. } = surveyor;
-        let (mut leaves, mut found) = (Spool::new(memory / 16), Spool::new(memory / 16));
+        let (mut leaves, mut found) = (Spool::new(memory / 16, stop), Spool::new(memory / 16, stop));
         judge(candidates.sorted()?, holes.sorted()?, |candidate, verdict| match (verdict, candidate.found) {
             (Verdict::Covered, 0) => loose.push(candidate.address),
             (Verdict::Covered, _) | (Verdict::Foreign, _) => Ok(()),
@@ -181,7 +181,7 @@ impl Survey {
             }
             Ok(())
         })?;
-        let mut items = Spool::new(memory / 4);
+        let mut items = Spool::new(memory / 4, stop);
         each_batch(loose.sorted()?, |part| {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 let block = sound(*address, block)?;
