@@ -338,6 +338,12 @@ impl Findings {
         room
     }
 
+    /// Forgets findings of other kinds.
+    pub(super) fn retain(&mut self, is_left: impl Fn(Kind) -> bool) {
+        self.list.retain(|finding| is_left(finding.kind));
+        self.counts.retain(|kind, _| is_left(*kind));
+    }
+
     /// Whether the shape of the tree is damaged, so that not all of its items are known.
     pub(crate) fn tree_is_broken(&self) -> bool {
         self.counts.keys().any(|kind| kind.is_shape())

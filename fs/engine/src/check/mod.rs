@@ -197,13 +197,14 @@ impl Fsck {
             open::write_superblocks(self.volume.io(), &std::mem::take(&mut self.superblocks))?;
             self.volume.know_front();
         }
-        self.fixed = Findings::new(LISTED_MAX);
+        let left = !self.superblocks.is_empty();
+        self.fixed.retain(|kind| kind == Kind::Superblock && left);
         let mut tally = Tally::new(first);
         let mut before = Vec::new();
         let mut rounds = 0;
         // A round mends what it lists.
         while rounds < ROUNDS_MAX + tally.total() / LISTED_MAX as u64 {
-            let mut findings = Findings::new(LISTED_MAX);
+            let mut findings = self.fixed.clone();
             let goes_on = self.round(&mut findings, may, progress)?;
             tally.add(&findings);
             let mendable = findings.counts.keys().any(|kind| may(*kind));

@@ -107,6 +107,18 @@ fn what_has_one_right_answer_is_mended_without_asking_and_nothing_else() {
 }
 
 #[test]
+fn a_superblock_that_may_not_be_mended_is_left_and_counted() {
+    for case in cases().filter(|case| case.kind == Kind::Superblock) {
+        let device = device(damaged(case));
+        let mut fsck = fsck(&device, false);
+        let repaired = fsck.repair(&mut |kind| kind != Kind::Superblock, &mut |_, _, _| ()).expect("the device works");
+        assert_eq!(repaired.left.counts, found(&device).counts, "{}", case.name);
+        assert_eq!(repaired.left.counts, repaired.found.counts, "{}", case.name);
+        fsck.close(false).expect("the device works");
+    }
+}
+
+#[test]
 fn a_check_writes_nothing() {
     for case in cases() {
         let recorder = Recorder::new(damaged(case));
