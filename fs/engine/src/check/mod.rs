@@ -86,8 +86,8 @@ pub struct CheckOptions {
     pub memory: usize,
     /// The time that is stamped on what a repair makes new.
     pub now: Timestamp,
-    /// Ends whatever is done with [`FsError::Cancelled`]; [`Fsck::close`] then makes durable what was
-    /// mended until then.
+    /// Ends whatever is done with [`FsError::Cancelled`]; [`Fsck::close`] then makes durable what
+    /// was mended.
     pub stop: Stop,
 }
 
