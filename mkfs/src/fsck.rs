@@ -5,20 +5,21 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{BufRead, IsTerminal};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::io::{IsTerminal, Stdin};
 
 use clap::Parser;
 use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_engine::Corrupt;
 use gpunvme_engine::FsError;
-use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind, Refound};
+use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind, Refound, Stop};
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::completions::{Completions, Printed};
 use gpunvme_programs::members;
 use gpunvme_programs::tag;
 use gpunvme_programs::terminal::{complain, print};
 use nix::sys::signal::{SigSet, Signal};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -98,6 +99,8 @@ struct Report {
     findings: Vec<Line>,
     /// How many findings there are of each kind, those that are not listed counted, too.
     counts: BTreeMap<&'static str, u64>,
+    /// How many of them are not listed.
+    unlisted: u64,
     /// Findings that are left.
     left: u64,
     /// Inodes that no readable leaf has any more, where the tree was built anew.
@@ -151,7 +154,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             }
         }
         Err(Failure::Cancelled) => {
-            complain(format_args!("fsck.gpunvme: {}: cancelled; what was mended until then stays so", arguments.device));
+            complain(format_args!("fsck.gpunvme: {}: interrupted; what was mended until then stays so", arguments.device));
             CANCELLED
         }
         Err(Failure::Usage(error)) => {
@@ -185,27 +188,21 @@ impl Failure {
     }
 }
 
-/// A question is on the terminal.
-static ASKING: AtomicBool = AtomicBool::new(false);
-
-/// Whether a signal asked for an end. From now on SIGINT and SIGTERM do, rather than kill: a
-/// change in flight is finished.
-fn cancelled() -> impl Fn() -> bool {
-    static ENDED: AtomicBool = AtomicBool::new(false);
+/// What SIGINT and SIGTERM ask for an end, from now on, rather than kill: a change in flight is
+/// finished.
+fn stop_on_signals() -> Stop {
+    let stop = Stop::default();
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
     // Before any thread is started, so that all of them leave the signals to the one that waits.
     if signals.thread_block().is_ok() {
+        let stop = stop.clone();
         std::thread::spawn(move || {
             if signals.wait().is_ok() {
-                ENDED.store(true, Ordering::Relaxed);
-                if ASKING.load(Ordering::Relaxed) {
-                    // Nothing is in flight while the user thinks about the answer.
-                    std::process::exit(CANCELLED.into());
-                }
+                stop.ask();
             }
         });
     }
-    || ENDED.load(Ordering::Relaxed)
+    stop
 }
 
 /// Checks, and repairs, the volume that the command line names.
@@ -213,22 +210,16 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     let name = &*tag::device_of(&arguments.device).map_err(Failure::Other)?;
     let mut meter = Meter::new(name, arguments.quiet, arguments.progress)
         .map_err(|error| Failure::Usage(format!("-C {}: {error}", arguments.progress.unwrap_or_default())))?;
-    let cancelled = cancelled();
+    let stop = stop_on_signals();
     let asks = std::io::stdin().is_terminal() && std::io::stdout().is_terminal() && !arguments.json;
     let read_only = arguments.no_change || !(arguments.automatic || arguments.yes || asks);
     let mode = if read_only { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
     let device = members::open(name, &arguments.with, mode).map_err(|e| Failure::Other(e.to_string()))?;
     let text = |error: FsError| Failure::new(name, error);
     let io = Io::inline(device).map_err(|error| text(error.into()))?;
-    let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now() };
+    let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now(), stop: stop.clone() };
     let mut fsck = Fsck::open(io, options).map_err(text)?;
-    let mut findings = {
-        let mut show = |stage, done, of| {
-            meter.show(stage, done, of);
-            !cancelled()
-        };
-        fsck.check(&mut show).map_err(text)?
-    };
+    let mut findings = fsck.check(&mut |stage, done, of| meter.show(stage, done, of)).map_err(text)?;
     let recovered = !fsck.was_clean() && !read_only;
     let mut left = findings.clone();
     let mut refound = None;
@@ -242,18 +233,19 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
         let mut may = |kind: Kind| match (arguments.yes, arguments.automatic) {
             (true, _) => true,
             (_, true) => kind.is_safe(),
-            _ => *answers.entry(kind).or_insert_with(|| ask(kind, counts.get(&kind).copied().unwrap_or(0))),
+            _ => *answers.entry(kind).or_insert_with(|| ask(kind, counts.get(&kind).copied().unwrap_or(0), &stop)),
         };
-        let mut show = |stage, done, of| {
-            meter.show(stage, done, of);
-            !cancelled()
+        let repaired = fsck.repair(&mut may, &mut |stage, done, of| meter.show(stage, done, of));
+        // Where a question was left without an answer, the repair went on as after a no.
+        let repaired = match repaired.and_then(|repaired| stop.check().map(|()| repaired)) {
+            Ok(repaired) => repaired,
+            Err(FsError::Cancelled) => {
+                fsck.close(false).map_err(text)?;
+                return Err(Failure::Cancelled);
+            }
+            Err(error) => return Err(text(error)),
         };
-        let repaired = fsck.repair(&mut may, &mut show).map_err(text)?;
-        for finding in repaired.more {
-            *findings.counts.entry(finding.kind).or_default() += 1;
-            findings.list.push(finding);
-        }
-        (left, refound) = (repaired.left, repaired.refound);
+        (findings, left, refound) = (repaired.found, repaired.left, repaired.refound);
     }
     meter.clear();
     let report = Report::new(name, &fsck, recovered, findings, &left, refound);
@@ -261,8 +253,23 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     Ok(report)
 }
 
+/// Time between two looks at whether a question is still worth an answer.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// Waits for input. Returns whether it came before the end was asked for.
+fn comes(input: &Stdin, stop: &Stop) -> bool {
+    while !stop.is_asked() {
+        match poll(&mut [PollFd::new(input, PollFlags::IN)], Some(&LOOK)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            // What went wrong, reading tells.
+            _ => return true,
+        }
+    }
+    false
+}
+
 /// Asks on the terminal whether findings of a kind may be mended.
-fn ask(kind: Kind, count: u64) -> bool {
+fn ask(kind: Kind, count: u64, stop: &Stop) -> bool {
     let what = match count {
         0 => format!("{} (came up while mending)", kind.name()),
         1 => format!("{} (1 finding)", kind.name()),
@@ -271,13 +278,10 @@ fn ask(kind: Kind, count: u64) -> bool {
     loop {
         // A terminal that is gone answers nothing below.
         let _ = print(format_args!("Mend {what}? yes or no: "));
-        let mut answer = String::new();
-        ASKING.store(true, Ordering::Relaxed);
-        let read = std::io::stdin().lock().read_line(&mut answer);
-        ASKING.store(false, Ordering::Relaxed);
-        match read {
-            Ok(0) | Err(_) => return false,
-            Ok(_) => {}
+        let (mut answer, input) = (String::new(), std::io::stdin());
+        // A terminal gives a line at a time: none waits in the buffer.
+        if !comes(&input, stop) || !input.read_line(&mut answer).is_ok_and(|read| read > 0) {
+            return false;
         }
         match answer.trim().to_lowercase().as_str() {
             "y" | "yes" => return true,
@@ -322,6 +326,7 @@ impl Report {
             lost_inodes: refound.map(|refound| refound.of - refound.inodes),
             refound,
             safe: left.counts.keys().all(|kind| kind.is_safe()),
+            unlisted: findings.unlisted().values().sum(),
             counts: findings.counts.iter().map(|(kind, count)| (kind.name(), *count)).collect(),
             findings: findings.list.into_iter().map(line).collect(),
             left: left.total(),
@@ -403,6 +408,7 @@ mod tests {
             recovered: false,
             findings: Vec::new(),
             counts: BTreeMap::from([("node", count)]),
+            unlisted: count,
             left,
             lost_inodes: None,
             connected: 0,

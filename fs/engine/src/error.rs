@@ -1,5 +1,7 @@
 //! Errors of the filesystem, and the one place where they become errno values for the kernel.
 
+use std::path::PathBuf;
+
 use gpunvme_blockdev as blockdev;
 use gpunvme_layout::Corrupt;
 
@@ -80,6 +82,20 @@ pub enum FsError {
     /// The operation would change more blocks of metadata than one may. It has changed nothing.
     #[error("the operation would change too many blocks of metadata at once")]
     TooManyBlocks,
+    /// What a check cannot keep in memory cannot be kept in temporary files either.
+    #[error(
+        "{}: a temporary file could not be {action}: {}; name a directory with more room in TMPDIR, or give fsck.gpunvme more --memory",
+        directory.display(),
+        std::io::Error::from_raw_os_error(*errno)
+    )]
+    Temporary {
+        /// Where temporary files go.
+        directory: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// The kernel's error number.
+        errno: i32,
+    },
     /// The caller cancelled the operation.
     #[error("cancelled")]
     Cancelled,
@@ -130,6 +146,7 @@ impl FsError {
             FsError::NotSupported | FsError::NoDiscard { .. } => libc::EOPNOTSUPP,
             FsError::Corrupt(_) => libc::EUCLEAN,
             FsError::Cancelled => libc::EINTR,
+            FsError::Temporary { errno, .. } => *errno,
             FsError::Device(_) | FsError::Lost { .. } | FsError::TooManyBlocks => libc::EIO,
             FsError::Failed(_) | FsError::Taken { .. } => libc::EROFS,
         }

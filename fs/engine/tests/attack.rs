@@ -7,7 +7,7 @@ use std::sync::Arc;
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::Filesystem;
-use gpunvme_engine::check::{CheckOptions, Fsck, Kind, check};
+use gpunvme_engine::check::{CheckOptions, Fsck, Kind, Stop, check};
 use gpunvme_engine::data::Settling;
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::error::FsError;
@@ -215,9 +215,9 @@ fn reap(fs: &Arc<Filesystem>, ino: u64) {
 /// Repairs what is on a device. What a repair calls mended has to be sound, and a repair that ends
 /// without an error has to mend everything. Returns whether it mended the volume.
 pub fn repair_it(device: &Arc<dyn BlockDevice>) -> bool {
-    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW, stop: Stop::default() };
     let Ok(mut fsck) = Fsck::open(Io::inline(device.clone()).expect("a queue"), options) else { return false };
-    let Ok(repaired) = fsck.repair(&mut |_| true, &mut |_, _, _| true) else { return false };
+    let Ok(repaired) = fsck.repair(&mut |_| true, &mut |_, _, _| ()) else { return false };
     assert_eq!(repaired.left.total(), 0, "not mended: {:#?}", repaired.left.list);
     fsck.close(true).expect("a mended volume can be closed");
     assert_sound(&open(device).expect("a mended volume can be opened"), "mended");
@@ -250,7 +250,7 @@ pub fn dump_it(device: &Arc<dyn BlockDevice>) -> bool {
 
 /// Kind and place of what a check finds, where it comes to its end.
 fn found(device: &Arc<dyn BlockDevice>) -> Option<Vec<(Kind, String)>> {
-    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW };
-    let findings = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).ok()?.check(&mut |_, _, _| true).ok()?;
+    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW, stop: Stop::default() };
+    let findings = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).ok()?.check(&mut |_, _, _| ()).ok()?;
     Some(findings.list.iter().map(|finding| (finding.kind, format!("{:?}", finding.place))).collect())
 }

@@ -8,7 +8,7 @@ use crate::surgeon::{Surgeon, lose_anchors_since, ruin};
 use gpunvme_abi::Segment;
 use gpunvme_blockdev::{BlockDevice, Io, Region};
 use gpunvme_blockdev_testing::{Event, Faulty, MemoryDevice, On, Recorder, Rule};
-use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_engine::data::{Asker, Settling};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode, RenameMode};
@@ -390,9 +390,9 @@ fn a_truncation_that_cannot_be_ended_concerns_its_file_alone() {
         fs.sync_file(other).unwrap();
         let _ = fs.close();
     }
-    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW, stop: Stop::default() };
     let mut fsck = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("it can be opened");
-    fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("nothing fails");
+    fsck.repair(&mut |_| true, &mut |_, _, _| ()).expect("nothing fails");
     fsck.close(true).expect("nothing fails");
     let fs = open(&device).expect("it was repaired");
     assert_sound(&fs, "repaired");
@@ -550,16 +550,16 @@ fn a_block_of_the_journal_that_cannot_be_read_refuses_a_mount_by_name_and_a_chec
         let Err(error) = open(&device) else { panic!("block {address}: mounted") };
         let text = error.to_string();
         assert!(text.contains(&format!("block {address}:")) && text.contains("fsck.gpunvme"), "{text}");
-        let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+        let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW, stop: Stop::default() };
         let mut fsck =
             Fsck::open(Io::inline(device.clone()).unwrap(), options).unwrap_or_else(|error| panic!("{address}: {error}"));
-        let found = fsck.check(&mut |_, _, _| true).unwrap();
+        let found = fsck.check(&mut |_, _, _| ()).unwrap();
         assert!(
             found.list.iter().any(|finding| finding.to_string().contains(&address.to_string())),
             "{address}: {:#?}",
             found.list
         );
-        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).unwrap_or_else(|error| panic!("{address}: {error}"));
+        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| ()).unwrap_or_else(|error| panic!("{address}: {error}"));
         assert_eq!(repaired.left.total(), 0, "{address}: {:#?}", repaired.left.list);
         fsck.close(true).unwrap();
         let covers = |event: &Event| match event {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode, open};
-use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_engine::{FormatOptions, VolumeOptions, format};
@@ -115,9 +115,9 @@ impl Subject {
         let begun = Instant::now();
         let before = HEAP.current_usage();
         HEAP.reset_peak_usage();
-        let mut fsck =
-            Fsck::open(io, CheckOptions { read_only: false, memory: MEMORY, now: NOW }).expect("a superblock is there");
-        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("the device works");
+        let mut fsck = Fsck::open(io, CheckOptions { read_only: false, memory: MEMORY, now: NOW, stop: Stop::default() })
+            .expect("a superblock is there");
+        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| ()).expect("the device works");
         assert_eq!(repaired.left.total(), 0, "{:#?}", repaired.left.list);
         fsck.close(true).expect("the device works");
         (HEAP.peak_usage() - before, begun.elapsed())

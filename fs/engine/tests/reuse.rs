@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice};
-use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_engine::volume::{Context, NewNode, SetAttributes};
 use gpunvme_engine::{Filesystem, FormatOptions, format};
 use gpunvme_layout::Timestamp;
@@ -108,9 +108,9 @@ fn assert_data_is_kept(image: &Image, repaired: bool, (ino, len): (u64, u64), wh
     let what = format!("{what}, repaired: {repaired}");
     let device: Arc<dyn BlockDevice> = MemoryDevice::from_image(image.clone());
     if repaired {
-        let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+        let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW, stop: Stop::default() };
         let mut fsck = Fsck::open(Io::inline(device.clone()).unwrap(), options).unwrap();
-        let left = fsck.repair(&mut |_| true, &mut |_, _, _| true).unwrap().left;
+        let left = fsck.repair(&mut |_| true, &mut |_, _, _| ()).unwrap().left;
         assert_eq!(left.total(), 0, "{what}: {:#?}", left.list);
         fsck.close(true).unwrap();
     }

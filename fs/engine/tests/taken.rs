@@ -6,7 +6,7 @@ use std::sync::Arc;
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::Filesystem;
-use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
 use gpunvme_layout::Timestamp;
@@ -72,9 +72,9 @@ fn mounts(device: &Arc<dyn BlockDevice>) {
 }
 
 fn repairs(device: &Arc<dyn BlockDevice>) {
-    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW };
+    let options = CheckOptions { read_only: false, memory: 64 << 20, now: NOW, stop: Stop::default() };
     let mut fsck = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("it can be opened");
-    fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("nothing fails");
+    fsck.repair(&mut |_| true, &mut |_, _, _| ()).expect("nothing fails");
     fsck.close(true).expect("nothing fails");
 }
 
@@ -119,9 +119,9 @@ fn who_only_reads_disturbs_nobody() {
     let first = open(&device).expect("a new volume can be opened");
     let ino = create(&first, "first", &[1; 100_000]);
     first.sync_file(ino).expect("nothing fails");
-    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW };
+    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW, stop: Stop::default() };
     let fsck = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("it can be opened");
-    fsck.check(&mut |_, _, _| true).expect("nothing fails");
+    fsck.check(&mut |_, _, _| ()).expect("nothing fails");
     for n in 0..5 {
         create(&first, &format!("more {n}"), b"bytes");
         first.volume().look_again();

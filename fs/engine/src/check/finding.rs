@@ -306,11 +306,42 @@ impl Findings {
         self.counts.values().sum()
     }
 
+    /// How many there are of each kind that are not listed.
+    pub fn unlisted(&self) -> BTreeMap<Kind, u64> {
+        let mut unlisted = self.counts.clone();
+        for finding in &self.list {
+            unlisted.entry(finding.kind).and_modify(|count| *count -= 1);
+        }
+        unlisted.retain(|_, count| *count > 0);
+        unlisted
+    }
+
     pub(crate) fn add(&mut self, kind: Kind, place: Place, fix: Fix, what: impl FnOnce() -> String) {
-        *self.counts.entry(kind).or_default() += 1;
+        self.count(kind, 1);
         if self.list.len() < self.limit {
             self.list.push(Finding { kind, place, what: what(), fix });
         }
+    }
+
+    pub(super) fn count(&mut self, kind: Kind, more: u64) {
+        if more > 0 {
+            *self.counts.entry(kind).or_default() += more;
+        }
+    }
+
+    /// Lists what is counted already. Returns whether there was room.
+    pub(super) fn keep(&mut self, finding: Finding) -> bool {
+        let room = self.list.len() < self.limit;
+        if room {
+            self.list.push(finding);
+        }
+        room
+    }
+
+    /// Forgets findings of other kinds.
+    pub(super) fn retain(&mut self, is_left: impl Fn(Kind) -> bool) {
+        self.list.retain(|finding| is_left(finding.kind));
+        self.counts.retain(|kind, _| is_left(*kind));
     }
 
     /// Whether the shape of the tree is damaged, so that not all of its items are known.

@@ -4,7 +4,6 @@
 //! states, and the blocks in use.
 
 use gpunvme_layout::block::BLOCK_SIZE;
-use gpunvme_layout::geometry::GROUP_BLOCKS;
 use gpunvme_layout::item::{FILE_SIZE_MAX, PIECE, SYMLINK_MAX};
 use gpunvme_layout::key::{INO_MAX, INO_NONE, NameHash, XATTR_PIECES, XATTR_SLOTS};
 use gpunvme_layout::{Block, Dirent, Extent, FileType, Geometry, Inode, Key, Kind as ItemKind, XattrHead, node};
@@ -12,6 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::finding::{Findings, Fix, Kind, Place};
 use super::spool::Spool;
+use super::stop::Stop;
 use super::walk::{Range, Visit, reason};
 use crate::error::FsError;
 use crate::volume::dir::check_name;
@@ -63,7 +63,8 @@ impl NameRecord {
     }
 }
 
-/// Blocks in use, of one group at the most.
+/// Blocks in use: a record for each node and each extent, however many groups it reaches over, so
+/// that all of them are no more than what the tree itself takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, FromBytes, IntoBytes, Immutable)]
 #[repr(C)]
 pub(crate) struct UseRecord {
@@ -73,6 +74,13 @@ pub(crate) struct UseRecord {
     pub ino: u64,
     /// Number of blocks.
     pub len: u64,
+}
+
+impl UseRecord {
+    /// First block behind it.
+    pub fn end(&self) -> u64 {
+        self.start + self.len
+    }
 }
 
 /// Records of all inodes, names and blocks, kept until the walk is done.
@@ -89,24 +97,18 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Keeps at most `memory` bytes in memory.
-    pub fn new(memory: usize) -> Kept {
+    pub fn new(memory: usize, stop: &Stop) -> Kept {
         Kept {
-            inodes: Spool::new(memory / 4),
-            names: Spool::new(memory / 4),
-            orphans: Spool::new(memory / 16),
-            used: Spool::new(memory / 4),
+            inodes: Spool::new(memory / 4, stop),
+            names: Spool::new(memory / 4, stop),
+            orphans: Spool::new(memory / 16, stop),
+            used: Spool::new(memory / 4, stop),
         }
     }
 
-    /// Notes blocks in use.
-    pub fn use_blocks(&mut self, geometry: &Geometry, ino: u64, start: u64, len: u64) -> Result<(), FsError> {
-        let (mut at, end) = (start, start + len);
-        while at < end {
-            let len = (end - at).min(GROUP_BLOCKS - geometry.locate(at).1);
-            self.used.push(UseRecord { start: at, ino, len })?;
-            at += len;
-        }
-        Ok(())
+    /// Notes blocks in use, which lie in one data area.
+    pub fn use_blocks(&mut self, ino: u64, start: u64, len: u64) -> Result<(), FsError> {
+        self.used.push(UseRecord { start, ino, len })
     }
 }
 
@@ -149,13 +151,13 @@ pub(crate) struct Items<'c> {
     current: Option<Current>,
     /// Lowest key that may come next.
     next: Key,
-    progress: &'c mut dyn FnMut(u64) -> bool,
+    progress: &'c mut dyn FnMut(u64),
     count: u64,
 }
 
 impl Visit for Items<'_> {
     fn node(&mut self, address: u64, block: &Block, range: Range) -> Result<(), FsError> {
-        self.kept.use_blocks(&self.geometry.clone(), INO_NONE, address, 1)?;
+        self.kept.use_blocks(INO_NONE, address, 1)?;
         for slot in 0..node::count(block) {
             let key = node::key(block, slot);
             let first_inner = node::level(block) > 0 && slot == 0;
@@ -177,15 +179,14 @@ impl Visit for Items<'_> {
 }
 
 impl<'c> Items<'c> {
-    /// Begins a check that tells `progress` how many inodes went by, and ends when that says so.
+    /// Begins a check that tells `progress` how many inodes went by.
     pub fn new(
         geometry: Geometry,
         name_hash: NameHash,
-        memory: usize,
+        kept: Kept,
         findings: &'c mut Findings,
-        progress: &'c mut dyn FnMut(u64) -> bool,
+        progress: &'c mut dyn FnMut(u64),
     ) -> Items<'c> {
-        let kept = Kept::new(memory);
         Items { geometry, name_hash, findings, kept, current: None, next: Key::MIN, progress, count: 0 }
     }
 
@@ -399,7 +400,7 @@ impl<'c> Items<'c> {
             let what = || format!("extents cover block {offset} of the file twice");
             self.report(Kind::ExtentOverlap, Place::Inode(ino), Fix::CutExtent(ino, offset, covered), what);
         }
-        self.kept.use_blocks(&geometry, ino, extent.block, len)
+        self.kept.use_blocks(ino, extent.block, len)
     }
 
     /// Judges the inode whose items have all come by.
@@ -446,8 +447,8 @@ impl<'c> Items<'c> {
             }
         }
         self.count += 1;
-        if self.count.is_multiple_of(1024) && !(self.progress)(self.count) {
-            return Err(FsError::Cancelled);
+        if self.count.is_multiple_of(1024) {
+            (self.progress)(self.count);
         }
         self.kept.inodes.push(record)
     }
@@ -488,5 +489,17 @@ pub(crate) fn article(file_type: FileType) -> &'static str {
         FileType::Regular => "a file",
         FileType::Symlink => "a symbolic link",
         FileType::Socket => "a socket",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_extent_is_one_record_however_long_it_is() {
+        let mut kept = Kept::new(1 << 20, &Stop::default());
+        kept.use_blocks(7, 512, 1 << 40).unwrap();
+        assert_eq!(kept.used.len(), 1);
     }
 }

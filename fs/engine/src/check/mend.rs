@@ -11,6 +11,7 @@ use gpunvme_layout::key::{INO_MAX, INO_ROOT, XATTR_PIECES};
 use gpunvme_layout::{Dirent, Extent, FileType, Inode, Key, Kind as ItemKind, Timestamp, XattrHead};
 
 use super::finding::Fix;
+use super::stop::Stop;
 use super::unshare::Shared;
 use crate::error::{Attempt, Fail, FsError};
 use crate::volume::extents::Mapping;
@@ -30,6 +31,8 @@ pub(crate) struct Mender<'v> {
     pub(super) volume: &'v Volume,
     /// Time that is stamped on new items.
     now: Timestamp,
+    /// What begins no further operation when it is asked for.
+    pub(super) stop: &'v Stop,
     /// Blocks that files get copies of at the end: those of one file all together.
     shared: BTreeMap<u64, Vec<Shared>>,
 }
@@ -39,8 +42,8 @@ type Step<'a> = &'a mut dyn FnMut(&mut Op) -> Attempt<()>;
 
 impl<'v> Mender<'v> {
     /// A mender of that volume.
-    pub fn new(volume: &'v Volume, now: Timestamp) -> Mender<'v> {
-        Mender { volume, now, shared: BTreeMap::new() }
+    pub fn new(volume: &'v Volume, now: Timestamp, stop: &'v Stop) -> Mender<'v> {
+        Mender { volume, now, stop, shared: BTreeMap::new() }
     }
 
     /// Mends one finding, some only with [`Mender::finish`]. What cannot be mended now is left to
@@ -89,6 +92,7 @@ impl<'v> Mender<'v> {
     }
 
     pub(super) fn op(&self, step: Step) -> Result<(), FsError> {
+        self.stop.check()?;
         self.volume.wait(|| {
             let mut op = self.volume.begin()?;
             step(&mut op)?;
@@ -207,6 +211,7 @@ impl<'v> Mender<'v> {
     fn written_end(&self, ino: u64) -> Result<u64, FsError> {
         let mut last = Key::new(ino, ItemKind::Extent, u64::MAX);
         loop {
+            self.stop.check()?;
             match self.volume.wait(|| written_end(&*self.volume.meta.read(), last))? {
                 ControlFlow::Break(end) => return Ok(end),
                 ControlFlow::Continue(before) => last = before,
@@ -323,18 +328,29 @@ fn remove_entry(op: &mut Op, key: Key) -> Attempt<Vec<u8>> {
     Ok(value)
 }
 
-/// A name like the wanted one that is not taken.
+/// A name like the wanted one that is not taken: the wanted one, or that with a number. Numbers are
+/// mostly taken in a row from 1 on, so its end is found by doubling and halving: a name that many
+/// entries want costs each of them few looks.
 fn free_name(op: &Op, dir: u64, wanted: &[u8]) -> Attempt<Vec<u8>> {
-    let mut name = wanted[..wanted.len().min(NAME_MAX)].to_vec();
-    for number in 1u64.. {
-        if dir::find(op, dir, &name)?.is_none() {
-            break;
-        }
+    let plain = &wanted[..wanted.len().min(NAME_MAX)];
+    let numbered = |number: u64| {
         let end = format!("~{number}");
-        name.truncate(wanted.len().min(NAME_MAX - end.len()));
-        name.extend(end.bytes());
+        [&plain[..plain.len().min(NAME_MAX - end.len())], end.as_bytes()].concat()
+    };
+    let is_free = |name: &[u8]| Ok::<_, Fail>(dir::find(op, dir, name)?.is_none());
+    if is_free(plain)? {
+        return Ok(plain.to_vec());
     }
-    Ok(name)
+    let (mut taken, mut free) = (0, 1u64);
+    while !is_free(&numbered(free))? {
+        taken = free;
+        free = free.checked_mul(2).ok_or(FsError::NoSpace)?;
+    }
+    while free - taken > 1 {
+        let middle = taken + (free - taken) / 2;
+        *(if is_free(&numbered(middle))? { &mut free } else { &mut taken }) = middle;
+    }
+    Ok(numbered(free))
 }
 
 /// Stores an entry again under the hash of its name; under another name, if that is taken by

@@ -20,6 +20,8 @@ mod open;
 mod rebuild;
 mod space;
 mod spool;
+mod stop;
+mod tally;
 mod unshare;
 mod walk;
 
@@ -28,15 +30,16 @@ use std::sync::Arc;
 use gpunvme_blockdev::Io;
 use gpunvme_layout::key::INO_MAX;
 use gpunvme_layout::{Block, Timestamp};
-use rustc_hash::FxHashSet;
 
 pub use finding::{Finding, Findings, Kind, Place};
+pub use stop::Stop;
 
 use finding::Fix;
 use items::{Items, Kept};
 use mend::Mender;
 use rebuild::Survey;
 use space::{May, Space};
+use tally::Tally;
 use walk::Reader;
 
 use crate::error::FsError;
@@ -57,7 +60,7 @@ pub const MEMORY: usize = 256 << 20;
 /// The device failed.
 pub fn check(volume: &Volume) -> Result<Vec<Finding>, FsError> {
     let mut findings = Findings::new(LISTED_MAX);
-    examine(volume, MEMORY, &mut findings, None, &mut |_, _, _| true)?;
+    examine(volume, MEMORY, &Stop::default(), &mut findings, None, &mut |_, _, _| ())?;
     Ok(findings.list)
 }
 
@@ -70,12 +73,11 @@ pub enum Stage {
     Groups,
 }
 
-/// Callback for the progress of a check: stage, count done, and count in all. Returns whether to go
-/// on: if not, the check ends with [`FsError::Cancelled`], and what was mended until then stays so.
-pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64) -> bool;
+/// Callback for the progress of a check: stage, count done, and count in all.
+pub type Progress<'a> = &'a mut dyn FnMut(Stage, u64, u64);
 
 /// How a volume is checked.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct CheckOptions {
     /// Nothing is written: the journal is replayed in memory only.
     pub read_only: bool,
@@ -84,13 +86,16 @@ pub struct CheckOptions {
     pub memory: usize,
     /// The time that is stamped on what a repair makes new.
     pub now: Timestamp,
+    /// Ends whatever is done with [`FsError::Cancelled`]; [`Fsck::close`] then makes durable what
+    /// was mended.
+    pub stop: Stop,
 }
 
 /// Result of a repair.
 #[derive(Debug)]
 pub struct Repaired {
-    /// Findings that came up while others were mended.
-    pub more: Vec<Finding>,
+    /// All findings: those of the check before, and those that came up while others were mended.
+    pub found: Findings,
     /// Findings that are left.
     pub left: Findings,
     /// Where the tree was built anew, and the number of inodes was known.
@@ -121,8 +126,8 @@ pub struct Fsck {
     lost: bool,
     /// The anchors say that the volume is in use.
     begun: bool,
-    /// There was no room for a new tree. The part of it in memory must not become durable: the old
-    /// tree stays the valid one.
+    /// There was no room for a new tree, or no time. The part of it in memory must not become
+    /// durable: the old tree stays the valid one.
     abandoned: bool,
     refound: Option<Refound>,
 }
@@ -134,7 +139,7 @@ impl Fsck {
     /// The device failed, or carries no volume that this program knows.
     pub fn open(io: Arc<Io>, options: CheckOptions) -> Result<Fsck, FsError> {
         let mut fixed = Findings::new(LISTED_MAX);
-        let opened = open::open(io, options.read_only, cache(options.memory), &mut fixed)?;
+        let opened = open::open(io, options.read_only, cache(options.memory), &options.stop, &mut fixed)?;
         let lost = fixed.counts.contains_key(&Kind::State);
         let open::Opened { volume, clean, erase_journal, superblocks } = opened;
         Ok(Fsck {
@@ -168,7 +173,7 @@ impl Fsck {
     pub fn check(&self, progress: Progress) -> Result<Findings, FsError> {
         let mut findings = self.fixed.clone();
         if !self.lost {
-            examine(&self.volume, self.memory(), &mut findings, None, progress)?;
+            examine(&self.volume, self.memory(), &self.options.stop, &mut findings, None, progress)?;
         }
         Ok(findings)
     }
@@ -185,28 +190,31 @@ impl Fsck {
     pub fn repair(&mut self, may: May, progress: Progress) -> Result<Repaired, FsError> {
         let first = self.check(progress)?;
         if self.abandoned || first.counts.contains_key(&Kind::Journal) && !may(Kind::Journal) {
-            return Ok(Repaired { more: Vec::new(), left: first, refound: None });
+            return Ok(Repaired { found: first.clone(), left: first, refound: None });
         }
         self.begin()?;
         if !self.superblocks.is_empty() && may(Kind::Superblock) {
             open::write_superblocks(self.volume.io(), &std::mem::take(&mut self.superblocks))?;
             self.volume.know_front();
         }
-        self.fixed = Findings::new(LISTED_MAX);
-        let mut known: FxHashSet<_> = first.list.iter().map(|f| (f.kind, f.place)).collect();
-        let mut more: Vec<Finding> = Vec::new();
+        let left = !self.superblocks.is_empty();
+        self.fixed.retain(|kind| kind == Kind::Superblock && left);
+        let mut tally = Tally::new(first);
         let mut before = Vec::new();
-        for _ in 0..ROUNDS_MAX + first.total() / LISTED_MAX as u64 {
-            let mut findings = Findings::new(LISTED_MAX);
+        let mut rounds = 0;
+        // A round mends what it lists.
+        while rounds < ROUNDS_MAX + tally.total() / LISTED_MAX as u64 {
+            let mut findings = self.fixed.clone();
             let goes_on = self.round(&mut findings, may, progress)?;
-            more.extend(findings.list.iter().filter(|f| known.insert((f.kind, f.place))).cloned());
+            tally.add(&findings);
             let mendable = findings.counts.keys().any(|kind| may(*kind));
             if !goes_on || !mendable || findings.list == before {
-                return Ok(Repaired { more, left: findings, refound: self.refound });
+                return Ok(Repaired { found: tally.into_findings(), left: findings, refound: self.refound });
             }
             before = findings.list;
+            rounds += 1;
         }
-        Ok(Repaired { more, left: self.check(progress)?, refound: self.refound })
+        Ok(Repaired { found: tally.into_findings(), left: self.check(progress)?, refound: self.refound })
     }
 
     /// Says in the anchor that the volume is in use, and where the journal begins, before the
@@ -227,7 +235,7 @@ impl Fsck {
         if self.lost {
             findings.add(Kind::State, Place::State, Fix::Elsewhere, || "the root of the tree is not known".into());
         } else {
-            examine(&self.volume, self.memory(), findings, Some(&mut *may), progress)?;
+            examine(&self.volume, self.memory(), &self.options.stop, findings, Some(&mut *may), progress)?;
         }
         if let Some(refound) = &mut self.refound {
             let counted = findings.list.iter().filter_map(|finding| match finding.fix {
@@ -244,17 +252,16 @@ impl Fsck {
             }
             return match self.rebuild() {
                 Ok(()) => Ok(true),
-                Err(FsError::NoSpace) => {
+                Err(error) => {
                     self.abandoned = true;
-                    Ok(false)
+                    if matches!(error, FsError::NoSpace) { Ok(false) } else { Err(error) }
                 }
-                Err(error) => Err(error),
             };
         }
         // As long as blocks in use may be marked free, nothing may be allocated: it could be they.
         let misled = findings.counts.keys().any(|kind| kind.misleads_allocator())
             && !findings.counts.keys().filter(|kind| kind.is_space()).all(|kind| may(*kind));
-        let mut mender = Mender::new(&self.volume, self.options.now);
+        let mut mender = Mender::new(&self.volume, self.options.now, &self.options.stop);
         // Counters first: what others make new takes its number from one, and counts.
         let (counters, others): (Vec<&Finding>, Vec<&Finding>) = findings.list.iter().partition(|f| f.kind == Kind::Counter);
         for finding in counters.into_iter().chain(others) {
@@ -276,18 +283,18 @@ impl Fsck {
 
     /// Builds the tree anew from its leaves.
     fn rebuild(&mut self) -> Result<(), FsError> {
-        let reader = Reader::new(&self.volume);
+        let reader = Reader::new(&self.volume, &self.options.stop);
         let inodes = self.volume.usage().inodes;
         if !self.lost && self.refound.is_none() {
             self.refound = Some(Refound { of: inodes, inodes });
         }
-        let mut kept = Kept::new(self.memory());
+        let mut kept = Kept::new(self.memory(), &self.options.stop);
         let survey = Survey::new(&self.volume, &reader, self.lost, self.memory(), &mut kept)?;
         // Nothing that a leaf holds may be given to the new nodes.
         let mut ignored = Findings::new(0);
         let mut all = |_| true;
         let space = Space::new(&self.volume, &reader, &mut ignored, false, Some(&mut all));
-        space.compare(kept.used.sorted()?, &mut |_| true)?;
+        space.compare(kept.used.sorted()?, &mut |_| ())?;
         self.volume.restart_journal()?;
         survey.build(&self.volume, &reader)?;
         self.lost = false;
@@ -315,19 +322,26 @@ fn cache(memory: usize) -> usize {
 
 /// One check of everything behind the fixed places; mends bitmaps, descriptors and their counters
 /// on the way, if it may.
-fn examine(volume: &Volume, memory: usize, findings: &mut Findings, may: Option<May>, progress: Progress) -> Result<(), FsError> {
+fn examine(
+    volume: &Volume,
+    memory: usize,
+    stop: &Stop,
+    findings: &mut Findings,
+    may: Option<May>,
+    progress: Progress,
+) -> Result<(), FsError> {
     let state = volume.meta.read().state;
     let superblock = volume.superblock();
-    let (geometry, reader) = (volume.geometry(), Reader::new(volume));
+    let (geometry, reader) = (volume.geometry(), Reader::new(volume, stop));
     let mut tell = |done: u64| progress(Stage::Inodes, done, state.inodes);
-    let mut items = Items::new(geometry, superblock.name_hash(), memory, findings, &mut tell);
+    let mut items = Items::new(geometry, superblock.name_hash(), Kept::new(memory, stop), findings, &mut tell);
     walk::walk(&reader, state.root, state.level, &mut items)?;
     let kept = items.finish()?;
     let used = kept.used.sorted()?;
     // Of a tree that is not whole, what its parts say of each other is not to be believed.
     let whole = !findings.tree_is_broken();
     if whole {
-        let totals = names::compare(kept.inodes.sorted()?, kept.names.sorted()?, kept.orphans.sorted()?, memory, findings)?;
+        let totals = names::compare(kept.inodes.sorted()?, kept.names.sorted()?, kept.orphans.sorted()?, memory, stop, findings)?;
         if totals.inodes != state.inodes {
             let what = || format!("counts {} inodes, there are {}", state.inodes, totals.inodes);
             findings.add(Kind::Counter, Place::State, Fix::Inodes(totals.inodes), what);

@@ -8,6 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 use super::finding::{Findings, Fix, Kind, Place};
 use super::items::{BEYOND, InodeRecord, NameRecord, UNUSABLE, article};
 use super::spool::{Sorted, Spool};
+use super::stop::Stop;
 use crate::error::FsError;
 
 /// Names of one directory that are told from each other; it should have one.
@@ -37,10 +38,11 @@ pub(crate) fn compare(
     mut names: Sorted<NameRecord>,
     mut orphans: Sorted<u64>,
     memory: usize,
+    stop: &Stop,
     findings: &mut Findings,
 ) -> Result<Totals, FsError> {
     let mut totals = Totals::default();
-    let mut links = Spool::new(memory / 4);
+    let mut links = Spool::new(memory / 4, stop);
     let mut has_root = false;
     loop {
         let heads = [inodes.peek().map(|r| r.ino), names.peek().map(|r| r.target), orphans.peek()];

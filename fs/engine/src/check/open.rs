@@ -12,6 +12,7 @@ use gpunvme_layout::key::INO_ROOT;
 use gpunvme_layout::{Anchor, Block, COUNT_MAX, Corrupt, State, Superblock};
 
 use super::finding::{Findings, Fix, Kind, Place};
+use super::stop::Stop;
 use super::walk::reason;
 use crate::error::FsError;
 use crate::volume::Volume;
@@ -39,8 +40,9 @@ pub(crate) struct Opened {
 }
 
 /// Opens a volume for a check. Writes nothing.
-pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Findings) -> Result<Opened, FsError> {
+pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, stop: &Stop, findings: &mut Findings) -> Result<Opened, FsError> {
     let (superblock, good) = find_superblock(&io)?;
+    stop.check()?;
     if superblock.unknown_ro_compat != 0 {
         let names = READ_ONLY_COMPATIBLE.names(superblock.unknown_ro_compat);
         let what = format!("uses features that this program does not know, and cannot check: {names}; use a newer one");
@@ -48,6 +50,7 @@ pub(crate) fn open(io: Arc<Io>, read_only: bool, cache: usize, findings: &mut Fi
     }
     let superblocks = compare_superblocks(&io, &superblock, &good, findings)?;
     let (mut recovered, clean) = recover(&io, &superblock, findings)?;
+    stop.check()?;
     let ends = |count: u64| count > COUNT_MAX - COUNTS_LEFT;
     if ends(recovered.sequence) || ends(recovered.anchors.generation()) {
         let what = "sequences or generations are at their end, and begin again";

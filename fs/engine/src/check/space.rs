@@ -34,6 +34,9 @@ pub(crate) struct Space<'a, 'm> {
     /// All that is in use is known. Else nothing is free for sure but what is marked so.
     whole: bool,
     may: Option<May<'m>>,
+    /// Of the runs in use that went by, the one that reaches farthest: what any of them has of the
+    /// groups to come, it has, too.
+    cover: Option<UseRecord>,
 }
 
 /// A group as it is stored.
@@ -53,11 +56,11 @@ impl<'a, 'm> Space<'a, 'm> {
         whole: bool,
         may: Option<May<'m>>,
     ) -> Space<'a, 'm> {
-        Space { geometry: volume.geometry(), volume, reader, findings, whole, may }
+        Space { geometry: volume.geometry(), volume, reader, findings, whole, may, cover: None }
     }
 
-    /// Goes through all groups. `progress` is told how many were done, and says whether to go on.
-    pub fn compare(mut self, mut used: Sorted<UseRecord>, progress: &mut dyn FnMut(u64) -> bool) -> Result<(), FsError> {
+    /// Goes through all groups. `progress` is told how many were done.
+    pub fn compare(mut self, mut used: Sorted<UseRecord>, progress: &mut dyn FnMut(u64)) -> Result<(), FsError> {
         let (mut free_blocks, mut free_chunks) = (0, 0);
         let geometry = self.geometry;
         for (address, groups) in geometry.descriptor_blocks() {
@@ -69,9 +72,7 @@ impl<'a, 'm> Space<'a, 'm> {
                     free_blocks += blocks;
                     free_chunks += chunks;
                 }
-                if !progress(batch[batch.len() - 1] + 1) {
-                    return Err(FsError::Cancelled);
-                }
+                progress(batch[batch.len() - 1] + 1);
             }
         }
         let state = self.volume.meta.read().state;
@@ -199,18 +200,13 @@ impl<'a, 'm> Space<'a, 'm> {
         let end = start + self.geometry.group_chunks(number) * CHUNK_BLOCKS;
         let mut expected = group::new_bitmap(&self.geometry, number, &self.volume.superblock().uuid);
         let mut data = Vec::new();
-        let mut cover: Option<UseRecord> = None;
-        while let Some(record) = used.next_if(|record| record.start < end)? {
-            let record_end = record.start + record.len;
-            if let Some(cover) = cover.filter(|c| c.start + c.len > record.start) {
-                self.shared(&cover, &record);
+        let mut mark = |record: &UseRecord| {
+            let (from, to) = (record.start.max(start), record.end().min(end));
+            if from >= to {
+                return;
             }
-            if cover.is_none_or(|c| c.start + c.len < record_end) {
-                cover = Some(record);
-            }
-            group::set(&mut expected, record.start - start, record.len, true);
-            let chunks = (record.start - start) / CHUNK_BLOCKS..(record_end - start).div_ceil(CHUNK_BLOCKS);
-            for chunk in chunks {
+            group::set(&mut expected, from - start, to - from, true);
+            for chunk in (from - start) / CHUNK_BLOCKS..(to - start).div_ceil(CHUNK_BLOCKS) {
                 if record.ino == INO_NONE {
                     group::set_kind(&mut expected, chunk, ChunkKind::Metadata);
                 } else if group::kind(&expected, chunk) == ChunkKind::Free {
@@ -218,12 +214,22 @@ impl<'a, 'm> Space<'a, 'm> {
                 }
             }
             if record.ino != INO_NONE && data.len() < RUNS_MAX {
-                data.push(record);
+                data.push(UseRecord { start: from, len: to - from, ..*record });
+            }
+        };
+        self.cover.iter().for_each(&mut mark);
+        while let Some(record) = used.next_if(|record| record.start < end)? {
+            mark(&record);
+            if let Some(cover) = self.cover.filter(|cover| cover.end() > record.start) {
+                self.shared(&cover, &record);
+            }
+            if self.cover.is_none_or(|cover| cover.end() < record.end()) {
+                self.cover = Some(record);
             }
         }
         if (0..GROUP_CHUNKS).any(|chunk| group::kind(&expected, chunk) == ChunkKind::Metadata) {
             for record in data {
-                let (from, to) = (record.start - start, record.start + record.len - start);
+                let (from, to) = (record.start - start, record.end() - start);
                 for chunk in from / CHUNK_BLOCKS..to.div_ceil(CHUNK_BLOCKS) {
                     if group::kind(&expected, chunk) == ChunkKind::Metadata {
                         let (from, to) = (from.max(chunk * CHUNK_BLOCKS), to.min((chunk + 1) * CHUNK_BLOCKS));
@@ -241,7 +247,7 @@ impl<'a, 'm> Space<'a, 'm> {
     /// Reports blocks that two have. What is a node is no file's; of two files the second gets
     /// blocks of its own.
     fn shared(&mut self, first: &UseRecord, second: &UseRecord) {
-        let len = (first.start + first.len).min(second.start + second.len) - second.start;
+        let len = first.end().min(second.end()) - second.start;
         let node = first.ino == INO_NONE || second.ino == INO_NONE;
         let ino = if second.ino == INO_NONE { first.ino } else { second.ino };
         let fix = Fix::Unshare { ino, block: second.start, len, copy: !node, second: first.ino == second.ino };

@@ -35,6 +35,7 @@ impl Mender<'_> {
         let mut shared = disjoint(shared);
         let mut from = Some(0);
         while let Some(start) = from {
+            self.stop.check()?;
             let (extents, next) = self.volume.wait(|| look(&*self.volume.meta.read(), ino, start, &shared))?;
             for extent in extents {
                 self.unshare_extent(ino, extent, &mut shared)?;
@@ -93,6 +94,7 @@ impl Mender<'_> {
 
     fn copy_blocks(&self, from: u64, to: Run) -> Result<(), FsError> {
         for at in (0..to.len).step_by(COPY_BLOCKS as usize) {
+            self.stop.check()?;
             let len = COPY_BLOCKS.min(to.len - at) as usize * BLOCK_SIZE;
             let span = Span { region: Region::allocate(len)?, offset: 0, len };
             let io = self.volume.io();

@@ -9,6 +9,7 @@ use gpunvme_layout::geometry::CHUNK_BLOCKS;
 use gpunvme_layout::{Block, BlockKind, Corrupt, Key, node};
 use rustc_hash::FxHashMap;
 
+use super::stop::Stop;
 use crate::error::FsError;
 use crate::volume::Volume;
 use crate::volume::io::{UNREADABLE_MAX, read_scattered};
@@ -19,20 +20,23 @@ const BATCH: usize = 256;
 /// Reads metadata blocks through the volume's cache, so that the journal's images count.
 pub(crate) struct Reader<'v> {
     volume: &'v Volume,
+    /// What reads no more when it is asked for.
+    pub stop: Stop,
     device_errors: AtomicU64,
 }
 
 impl<'v> Reader<'v> {
     /// A reader of that volume's metadata.
-    pub fn new(volume: &'v Volume) -> Reader<'v> {
-        Reader { volume, device_errors: AtomicU64::new(0) }
+    pub fn new(volume: &'v Volume, stop: &Stop) -> Reader<'v> {
+        Reader { volume, stop: stop.clone(), device_errors: AtomicU64::new(0) }
     }
 
     /// The blocks at these addresses, or why one cannot be used.
     ///
     /// # Errors
-    /// The device fails again and again.
+    /// The device fails again and again, or the end was asked for.
     pub fn read(&self, addresses: &[u64]) -> Result<Vec<Result<Arc<Block>, String>>, FsError> {
+        self.stop.check()?;
         let meta = self.volume.meta.read();
         let mut blocks: Vec<_> = addresses.iter().map(|a| meta.cache.get(*a).map(|e| Ok(e.block.clone()))).collect();
         drop(meta);

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice};
 use gpunvme_engine::VolumeOptions;
-use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
@@ -153,7 +153,7 @@ fn walk(fs: &Arc<Filesystem>) {
 /// Checks and repairs. Returns whether there is a volume that this program may touch.
 fn check_and_mend(device: &Arc<dyn BlockDevice>) -> bool {
     let fsck = |read_only| {
-        let options = CheckOptions { read_only, memory: 64 << 20, now: NOW };
+        let options = CheckOptions { read_only, memory: 64 << 20, now: NOW, stop: Stop::default() };
         Fsck::open(Io::inline(device.clone()).expect("a queue"), options)
     };
     let mut first = match fsck(false) {
@@ -161,11 +161,11 @@ fn check_and_mend(device: &Arc<dyn BlockDevice>) -> bool {
         Err(FsError::Corrupt(Corrupt::Superblock(_))) => return false,
         Err(error) => panic!("a check says: {error}"),
     };
-    let repaired = first.repair(&mut |_| true, &mut |_, _, _| true).expect("the device works");
+    let repaired = first.repair(&mut |_| true, &mut |_, _, _| ()).expect("the device works");
     assert_eq!(repaired.left.total(), 0, "not mended: {:#?}", repaired.left.list);
     first.close(true).expect("a mended volume can be closed");
     let second = fsck(true).expect("a mended volume can be opened");
-    let left = second.check(&mut |_, _, _| true).expect("the device works");
+    let left = second.check(&mut |_, _, _| ()).expect("the device works");
     assert_eq!(left.total(), 0, "found after the repair: {:#?}", left.list);
     second.close(false).expect("nothing is written");
     let fs = open(device).unwrap_or_else(|error| panic!("a mended volume can be mounted: {error}"));
@@ -248,7 +248,11 @@ fn a_volume_with_an_unknown_read_only_feature_can_be_read_and_is_neither_written
     };
     assert!(refusal(open(&device).err().expect("it must not be written")).contains("-o ro"));
     let io = || Io::inline(device.clone()).expect("a device in memory");
-    refusal(Fsck::open(io(), CheckOptions { read_only: true, memory: 64 << 20, now: NOW }).err().expect("it cannot be checked"));
+    refusal(
+        Fsck::open(io(), CheckOptions { read_only: true, memory: 64 << 20, now: NOW, stop: Stop::default() })
+            .err()
+            .expect("it cannot be checked"),
+    );
 
     let options = Options { volume: VolumeOptions { read_only: true, cache: 1 << 20, discard: false }, write_buffer: 4 << 20 };
     let fs = Filesystem::open(io(), options, Arc::new(Inline)).expect("it can be read");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_blockdev_testing::{Image, Recorder};
-use gpunvme_engine::check::{CheckOptions, Fsck};
+use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_layout::geometry::SUPERBLOCK;
 use gpunvme_layout::superblock::{Identity, Names};
 use gpunvme_layout::{BLOCK_SIZE, Block, Superblock, Timestamp};
@@ -58,10 +58,11 @@ fn mounted(image: Image, members: u64, what: &str) -> (Known, Image) {
 fn mended(image: Image, members: u64, what: &str) -> Known {
     let recorder = Recorder::new(image);
     let device = volume(&recorder, members).unwrap_or_else(|error| panic!("{what}: {error}"));
-    let options = CheckOptions { read_only: false, memory: 64 << 20, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let options =
+        CheckOptions { read_only: false, memory: 64 << 20, now: Timestamp { seconds: 1, nanoseconds: 0 }, stop: Stop::default() };
     let mut fsck = Fsck::open(Io::inline(device).unwrap(), options).unwrap_or_else(|error| panic!("{what}: {error}"));
-    fsck.check(&mut |_, _, _| true).unwrap();
-    let repaired = fsck.repair(&mut |kind| kind.is_safe(), &mut |_, _, _| true).unwrap();
+    fsck.check(&mut |_, _, _| ()).unwrap();
+    let repaired = fsck.repair(&mut |kind| kind.is_safe(), &mut |_, _, _| ()).unwrap();
     assert_eq!(repaired.left.total(), 0, "{what}: {:?}", repaired.left.list);
     let superblock = fsck.volume().superblock();
     (superblock.volume_uuid(), superblock.names.label.clone())

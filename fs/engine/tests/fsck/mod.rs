@@ -7,6 +7,7 @@
 mod cuts;
 mod damage;
 mod dump;
+mod many;
 mod shared;
 mod subject;
 
@@ -14,7 +15,8 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice, Recorder};
-use gpunvme_engine::check::{CheckOptions, Findings, Fsck, Kind};
+use gpunvme_engine::check::{CheckOptions, Findings, Fsck, Kind, Stop};
+use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{NewNode, SetAttributes};
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS};
 use gpunvme_layout::{Inode, Key};
@@ -29,13 +31,17 @@ fn device(image: Image) -> Arc<dyn BlockDevice> {
 }
 
 fn fsck(device: &Arc<dyn BlockDevice>, read_only: bool) -> Fsck {
-    let options = CheckOptions { read_only, memory: 64 << 20, now: NOW };
+    fsck_until(device, read_only, Stop::default())
+}
+
+fn fsck_until(device: &Arc<dyn BlockDevice>, read_only: bool, stop: Stop) -> Fsck {
+    let options = CheckOptions { read_only, memory: 64 << 20, now: NOW, stop };
     Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("there is a superblock")
 }
 
 fn found(device: &Arc<dyn BlockDevice>) -> Findings {
     let fsck = fsck(device, true);
-    let findings = fsck.check(&mut |_, _, _| true).expect("the device can be read");
+    let findings = fsck.check(&mut |_, _, _| ()).expect("the device can be read");
     fsck.close(false).expect("nothing is written");
     findings
 }
@@ -43,7 +49,7 @@ fn found(device: &Arc<dyn BlockDevice>) -> Findings {
 /// Mends everything; nothing may be left.
 fn mend(device: &Arc<dyn BlockDevice>, what: &str) {
     let mut fsck = fsck(device, false);
-    let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).unwrap_or_else(|error| panic!("{what}: {error}"));
+    let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| ()).unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(repaired.left.total(), 0, "{what}: {:#?}", repaired.left.list);
     fsck.close(true).unwrap_or_else(|error| panic!("{what}: {error}"));
 }
@@ -88,7 +94,7 @@ fn what_has_one_right_answer_is_mended_without_asking_and_nothing_else() {
     each(|case| {
         let device = device(damaged(case));
         let mut fsck = fsck(&device, false);
-        let repaired = fsck.repair(&mut |kind| kind.is_safe(), &mut |_, _, _| true).expect("the device works");
+        let repaired = fsck.repair(&mut |kind| kind.is_safe(), &mut |_, _, _| ()).expect("the device works");
         let kinds: Vec<Kind> = repaired.left.counts.keys().copied().collect();
         assert!(
             kinds.iter().all(|kind| !kind.is_safe()) || repaired.left.counts.contains_key(&case.kind),
@@ -98,6 +104,18 @@ fn what_has_one_right_answer_is_mended_without_asking_and_nothing_else() {
         assert_eq!(!case.kind.is_safe(), repaired.left.counts.contains_key(&case.kind), "{}: {kinds:?}", case.name);
         fsck.close(repaired.left.total() == 0).expect("the device works");
     });
+}
+
+#[test]
+fn a_superblock_that_may_not_be_mended_is_left_and_counted() {
+    for case in cases().filter(|case| case.kind == Kind::Superblock) {
+        let device = device(damaged(case));
+        let mut fsck = fsck(&device, false);
+        let repaired = fsck.repair(&mut |kind| kind != Kind::Superblock, &mut |_, _, _| ()).expect("the device works");
+        assert_eq!(repaired.left.counts, found(&device).counts, "{}", case.name);
+        assert_eq!(repaired.left.counts, repaired.found.counts, "{}", case.name);
+        fsck.close(false).expect("the device works");
+    }
 }
 
 #[test]
@@ -138,6 +156,55 @@ fn a_power_cut_during_a_repair_leaves_what_the_next_repair_mends() {
             assert_intact(case, &contents(&fs));
         }
     });
+}
+
+#[test]
+fn a_repair_ends_when_it_is_asked_to_and_the_next_one_mends_the_rest() {
+    each(|case| {
+        // Permission is asked for all along: in the comparison of groups, before the tree is built
+        // anew, and before each item is mended.
+        for asked in [0, 3u32] {
+            let device = device(damaged(case));
+            let (stop, mut before) = (Stop::default(), asked);
+            let mut fsck = fsck_until(&device, false, stop.clone());
+            let mut may = |_| {
+                if before == 0 {
+                    stop.ask();
+                }
+                before = before.saturating_sub(1);
+                true
+            };
+            match fsck.repair(&mut may, &mut |_, _, _| ()) {
+                Err(FsError::Cancelled) => fsck.close(false).expect("the device works"),
+                Ok(repaired) => {
+                    let late = asked > 0 || !stop.is_asked();
+                    assert!(late, "{}: another round follows on each that mends", case.name);
+                    assert_eq!(repaired.left.total(), 0, "{}, after {asked}: {:#?}", case.name, repaired.left.list);
+                    fsck.close(true).expect("the device works");
+                }
+                Err(error) => panic!("{}, after {asked}: {error}", case.name),
+            }
+            let what = format!("{}, ended after {asked}", case.name);
+            mend(&device, &what);
+            assert_intact(case, &contents(&open(&device).unwrap_or_else(|error| panic!("{what}: {error}"))));
+        }
+    });
+}
+
+#[test]
+fn nothing_goes_on_when_the_end_was_asked_for_before() {
+    let case = cases().find(|case| case.name == "space of a leaf does not add up").expect("it is there");
+    let recorder = Recorder::new(damaged(case));
+    let device: Arc<dyn BlockDevice> = recorder.clone();
+    let stop = Stop::default();
+    let mut fsck = fsck_until(&device, false, stop.clone());
+    stop.ask();
+    assert!(matches!(fsck.check(&mut |_, _, _| ()), Err(FsError::Cancelled)));
+    assert!(matches!(fsck.repair(&mut |_| true, &mut |_, _, _| ()), Err(FsError::Cancelled)));
+    fsck.close(false).expect("nothing was begun");
+    assert_eq!(recorder.position(), 0, "and nothing was written");
+    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW, stop };
+    assert!(matches!(Fsck::open(Io::inline(device).expect("a queue"), options), Err(FsError::Cancelled)));
 }
 
 #[test]
@@ -255,7 +322,7 @@ fn nothing_is_allocated_while_blocks_in_use_are_marked_free() {
     });
     let device = device(surgeon.image);
     let mut fsck = fsck(&device, false);
-    let repaired = fsck.repair(&mut |kind| kind != Kind::Unmarked, &mut |_, _, _| true).expect("the device works");
+    let repaired = fsck.repair(&mut |kind| kind != Kind::Unmarked, &mut |_, _, _| ()).expect("the device works");
     assert!(repaired.left.counts.contains_key(&Kind::Unmarked), "{:#?}", repaired.left.list);
     assert!(repaired.left.counts.contains_key(&Kind::LinkCount), "{:#?}", repaired.left.list);
     fsck.close(false).expect("the device works");
@@ -311,7 +378,7 @@ fn a_new_tree_that_does_not_fit_leaves_the_old_one() {
         let memory = MemoryDevice::from_image(surgeon.image);
         let device: Arc<dyn BlockDevice> = memory.clone();
         let mut fsck = fsck(&device, false);
-        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("the device works");
+        let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| ()).expect("the device works");
         fsck.close(repaired.left.total() == 0).expect("the device works");
         let mut surgeon = Surgeon::new(memory.snapshot());
         if repaired.left.total() > 0 {
@@ -362,6 +429,6 @@ fn a_volume_without_a_superblock_is_refused() {
     let mut surgeon = Surgeon::new(subject().image.clone());
     surgeon.geometry.superblocks().into_iter().for_each(|address| surgeon.ruin(address));
     let device = device(surgeon.image);
-    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW };
+    let options = CheckOptions { read_only: true, memory: 64 << 20, now: NOW, stop: Stop::default() };
     assert!(Fsck::open(Io::inline(device).expect("a queue"), options).is_err());
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::MemoryDevice;
-use gpunvme_engine::check::{CheckOptions, Fsck, Kind};
+use gpunvme_engine::check::{CheckOptions, Fsck, Kind, Stop};
 use gpunvme_engine::data::resize::Allocate;
 use gpunvme_engine::volume::NewNode;
 use gpunvme_layout::{Extent, Key, Kind as ItemKind};
@@ -47,12 +47,12 @@ fn a_repair_reads_a_file_of_many_shared_blocks_once_and_not_once_for_each() {
 
     let memory = MemoryDevice::from_image(surgeon.image);
     let device: Arc<dyn BlockDevice> = memory.clone();
-    let options = CheckOptions { read_only: false, memory: MEMORY, now: NOW };
+    let options = CheckOptions { read_only: false, memory: MEMORY, now: NOW, stop: Stop::default() };
     let mut fsck = Fsck::open(Io::inline(device.clone()).expect("a queue"), options).expect("there is a superblock");
-    let first = fsck.check(&mut |_, _, _| true).expect("the device can be read");
+    let first = fsck.check(&mut |_, _, _| ()).expect("the device can be read");
     assert_eq!(first.counts.get(&Kind::Shared), Some(&shared), "{:?}", first.counts);
     let of_check = memory.reads();
-    let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| true).expect("the device works");
+    let repaired = fsck.repair(&mut |_| true, &mut |_, _, _| ()).expect("the device works");
     assert_eq!(repaired.left.total(), 0, "{:#?}", repaired.left.list);
     let of_repair = memory.reads() - of_check;
     eprintln!("{leaves} leaves, {shared} shared blocks: a check reads {of_check} blocks, the repair {of_repair}");

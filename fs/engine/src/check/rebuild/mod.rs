@@ -85,7 +85,7 @@ impl Visit for Surveyor<'_> {
                 let rank = self.candidates.len();
                 self.add_candidate(address, block, 0, rank)
             }
-            _ => self.kept.use_blocks(&self.geometry, INO_NONE, address, 1),
+            _ => self.kept.use_blocks(INO_NONE, address, 1),
         }
     }
 
@@ -111,13 +111,13 @@ impl Surveyor<'_> {
     /// Looks at what the old tree cannot use. Leaves that verify, and whose slots make no sense as
     /// a whole, may have items that do. What it points to rightly stays in `reached`.
     fn salvage(&mut self, reader: &Reader, reached: &mut BlockSet) -> Result<(), FsError> {
-        let damaged = std::mem::replace(&mut self.damaged, Spool::new(0));
+        let damaged = std::mem::replace(&mut self.damaged, Spool::new(0, &reader.stop));
         each_batch(damaged.sorted()?, |part| {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 reached.remove(*address);
                 // The block's true use is unknown. Counted as data, it is not overwritten, and its
                 // chunk does not become a chunk of nodes.
-                self.kept.use_blocks(&self.geometry, INO_MAX, *address, 1)?;
+                self.kept.use_blocks(INO_MAX, *address, 1)?;
                 if let Ok(block) = block
                     && block.expect(BlockKind::Node).is_ok()
                     && node::level(&block) == 0
@@ -137,14 +137,14 @@ impl Survey {
     /// old tree uses, and the new one will; `lost`: nothing is known of its root.
     pub fn new(volume: &Volume, reader: &Reader, lost: bool, memory: usize, kept: &mut Kept) -> Result<Survey, FsError> {
         let state = volume.meta.read().state;
-        let geometry = volume.geometry();
+        let (geometry, stop) = (volume.geometry(), &reader.stop);
         let mut surveyor = Surveyor {
             geometry,
             kept,
-            candidates: Spool::new(memory / 4),
-            holes: Spool::new(memory / 16),
-            damaged: Spool::new(memory / 16),
-            loose: Spool::new(memory / 16),
+            candidates: Spool::new(memory / 4, stop),
+            holes: Spool::new(memory / 16, stop),
+            damaged: Spool::new(memory / 16, stop),
+            loose: Spool::new(memory / 16, stop),
         };
         let mut reached = match lost {
             true => {
@@ -164,7 +164,7 @@ impl Survey {
         }
         drop(reached);
         let Surveyor { candidates, holes, mut loose, kept, .. } = surveyor;
-        let (mut leaves, mut found) = (Spool::new(memory / 16), Spool::new(memory / 16));
+        let (mut leaves, mut found) = (Spool::new(memory / 16, stop), Spool::new(memory / 16, stop));
         judge(candidates.sorted()?, holes.sorted()?, |candidate, verdict| match (verdict, candidate.found) {
             (Verdict::Covered, 0) => loose.push(candidate.address),
             (Verdict::Covered, _) | (Verdict::Foreign, _) => Ok(()),
@@ -181,7 +181,7 @@ impl Survey {
             }
             Ok(())
         })?;
-        let mut items = Spool::new(memory / 4);
+        let mut items = Spool::new(memory / 4, stop);
         each_batch(loose.sorted()?, |part| {
             for (address, block) in part.iter().zip(reader.read(part)?) {
                 let block = sound(*address, block)?;
@@ -256,12 +256,12 @@ impl Survey {
 
 /// Notes the blocks that are in use by a leaf and its items.
 fn note_leaf(geometry: &Geometry, kept: &mut Kept, address: u64, leaf: &Block) -> Result<(), FsError> {
-    kept.use_blocks(geometry, INO_NONE, address, 1)?;
+    kept.use_blocks(INO_NONE, address, 1)?;
     for (key, value) in node::salvage(leaf).filter(|(key, _)| key.kind() == Kind::Extent as u8) {
         if let Ok(extent) = Extent::decode(key.ino(), key.offset(), value)
             && geometry.contains_data(extent.block, extent.len.into())
         {
-            kept.use_blocks(geometry, key.ino(), extent.block, extent.len.into())?;
+            kept.use_blocks(key.ino(), extent.block, extent.len.into())?;
         }
     }
     Ok(())

@@ -115,10 +115,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::super::spool::Spool;
+    use super::super::super::stop::Stop;
     use super::*;
 
     fn sorted<T: super::super::super::spool::Record>(records: &[T]) -> Sorted<T> {
-        let mut spool = Spool::new(1);
+        let mut spool = Spool::new(1, &Stop::default());
         records.iter().for_each(|record| spool.push(*record).unwrap());
         spool.sorted().unwrap()
     }
