@@ -3,6 +3,7 @@
 
 mod batches;
 mod elsewhere;
+mod endings;
 mod files;
 mod interface;
 mod library;
