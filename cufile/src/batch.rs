@@ -185,8 +185,7 @@ impl Batch {
         let (ends, together, by_calls) = (self.ends.clone(), together.clone(), false);
         let end = Ending { ends, together, direction, range, cookie, started, by_calls, _open: open.clone() };
         if let (Server::Mount(on), true) = (&file.server, file.allows(direction)) {
-            let registered = open.buffers.cover(range.address, range.len as u64);
-            let transfers = match on.mount.transfers(registered) {
+            let transfers = match transfer::transfers(open, on, range) {
                 Ok(transfers) => transfers,
                 Err(failure) => return end.with(Err(failure)),
             };

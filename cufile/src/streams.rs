@@ -174,13 +174,12 @@ pub unsafe fn submit(open: &Arc<Open>, file: Arc<Registered>, direction: Directi
     Ok(())
 }
 
-/// None where the memory is ordinary memory, or there is no CUDA.
+/// None where system calls are to do it.
 ///
 /// # Safety
 /// As [`submit`].
 unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, request: Request, range: Range) -> Option<Result<()>> {
-    let registered = open.buffers.cover(range.address, range.len as u64);
-    let transfers = match on.mount.transfers(registered) {
+    let transfers = match transfer::transfers(open, on, range) {
         Ok(transfers) => transfers?,
         Err(failure) => return Some(Err(failure)),
     };

@@ -27,6 +27,9 @@ pub unsafe extern "C" fn cuFileHandleRegister(handle: *mut *mut c_void, descript
         open.files.register(&open, descriptor.handle as u32 as c_int)
     };
     let registered = register();
+    if let Err(failure) = &registered {
+        tracing::error!(%failure, "a file is not registered");
+    }
     statistics::event(Event::HandleRegister, &registered);
     // SAFETY: it is not NULL where a file was registered, and the caller vouches for the room.
     status(registered.map(|number| unsafe { handle.write(as_pointer(number)) }))

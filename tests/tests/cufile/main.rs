@@ -10,6 +10,7 @@ mod library;
 mod memory;
 mod parameters;
 mod programs;
+mod shortage;
 mod statistics;
 mod streams;
 mod vectors;
