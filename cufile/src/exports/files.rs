@@ -70,7 +70,11 @@ pub extern "C" fn cuFileBufDeregister(base: *const c_void) -> Status {
         }
         let open = driver::opened()?;
         let len = open.buffers.remove(base as u64)?;
-        open.mounts.all().iter().for_each(|mount| mount.forget(base as u64, len));
+        let allocation = |address| memory::at(address).ok().flatten().map(|found| (found.base, found.len));
+        let unused = open.buffers.unused_around(base as u64, len, allocation);
+        for mount in open.mounts.all() {
+            unused.iter().for_each(|&(address, len)| mount.forget(address, len));
+        }
         Ok(())
     };
     let removed = deregister();
