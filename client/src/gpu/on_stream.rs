@@ -50,7 +50,8 @@ impl Transfers {
     /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the
     /// stream comes to the read, and is told the outcome before the stream goes on.
     ///
-    /// Where offsets were moved, memory behind the end of the file keeps what it had, or gets zeros.
+    /// Where offsets were moved, memory behind the end of the file keeps what it had, or gets
+    /// zeros.
     ///
     /// # Safety
     /// As for [`Transfers::read_on_stream`].

@@ -20,7 +20,7 @@ fn with_descriptors<T>(more: u64, call: impl FnOnce() -> T) -> T {
     // Those below the first that is free are taken, and none above it is, or not by this test.
     let most = free.as_raw_fd() as u64 + more;
     drop(free);
-    setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limit.clone() }).unwrap();
+    setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limit }).unwrap();
     let result = call();
     setrlimit(Resource::Nofile, limit).unwrap();
     result
