@@ -79,8 +79,7 @@ fn files_are_served_whatever_else_of_the_mount_is_within_reach() {
         let (deep, alone) = (volume.path("searched/readable/file"), elsewhere.path().join("file"));
         fs::write(&deep, &data).unwrap();
         fs::write(&alone, "").unwrap();
-        let bind = Command::new("mount").arg("--bind").arg(&deep).arg(&alone).output().unwrap();
-        assert!(bind.status.success(), "{}", text(&bind));
+        let _bound = Bound::new(&deep, &alone);
         let as_user = |path: &Path, keeps: usize| {
             let cufile = in_use();
             let memory = vec![0u8; MIB];
@@ -102,11 +101,28 @@ fn files_are_served_whatever_else_of_the_mount_is_within_reach() {
         as_user(&deep, 0);
         // The file is the root of its mount.
         as_user(&alone, 1);
-        // SAFETY: as above.
-        unsafe { assert_eq!(libc::seteuid(0), 0) };
-        let unbind = Command::new("umount").arg(&alone).output().unwrap();
-        assert!(unbind.status.success(), "{}", text(&unbind));
     });
+}
+
+/// A file that is mounted on another, until the end of a test that may act as another user then.
+struct Bound(PathBuf);
+
+impl Bound {
+    fn new(file: &Path, on: &Path) -> Bound {
+        let bind = Command::new("mount").arg("--bind").arg(file).arg(on).output().unwrap();
+        assert!(bind.status.success(), "{}", text(&bind));
+        Bound(on.to_owned())
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // SAFETY: it changes who this process acts as, and nothing of memory.
+        unsafe { libc::seteuid(0) };
+        // Lazily: where the test failed files may be open.
+        let unbind = Command::new("umount").arg("-l").arg(&self.0).output().unwrap();
+        assert!(unbind.status.success() || thread::panicking(), "{}", text(&unbind));
+    }
 }
 
 /// Has a kernel crash, which ends the context of the GPU.
