@@ -329,8 +329,9 @@ int gpunvme_gpu_write_then(const gpunvme_transfers *transfers, const gpunvme_fil
  * the whole GPU (cudaFree, cuMemFree) may be made meanwhile, in any thread. The call waits while
  * CUDA has no room for more in the stream (a request takes two or three operations for each 512
  * KiB, two for pinned host memory, and more where many small pieces are copied singly; CUDA takes
- * a limited number), or while 8 other streams of the GPU have requests to come to. Where a file
- * becomes shorter between the call and the read, what is in memory behind its end is undefined.
+ * a limited number), or while 8 other streams of the GPU have requests to come to. Where a read
+ * fails, or the file becomes shorter between the call and the read, what is in memory behind what
+ * was read is what was there before, bytes of the file, or zeros.
  * Where a kernel of the application crashes, its context ends with all streams: such requests are
  * answered with EIO within a second. That is only so in the context that the CUDA runtime uses,
  * the GPU's primary one: in one of the application's own (cuCtxCreate) they are never answered,
@@ -356,7 +357,7 @@ struct gpunvme_observer {
 	 * that the request is to fail with. NULL: nothing is moved.
 	 */
 	int (*begins)(void *user_data, int64_t *moved_by);
-	/* The outcome is known. The stream goes on after this call. */
+	/* The outcome is known. The stream goes on after this call, unless its context has died. */
 	gpunvme_done *ends;
 	void *user_data;
 };
@@ -364,7 +365,8 @@ struct gpunvme_observer {
  * The same, with an observer instead of something to wait for. Before this returns an error each
  * of its functions may have been called, at most once: the stream may come to a part of the
  * request before CUDA refuses the rest. Neither is called afterwards. The structure may go when
- * this returns. Where offsets are moved, what is in memory behind the end of the file is undefined.
+ * this returns. Where offsets are moved, memory behind the end of the file keeps what it has, or
+ * gets zeros.
  */
 int gpunvme_gpu_read_on_stream_with(const gpunvme_transfers *transfers, const gpunvme_file *file,
                                     const struct gpunvme_gpu_segment *segments, size_t count, uint32_t flags, void *stream,

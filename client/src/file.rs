@@ -10,7 +10,7 @@ use crate::connection::{Connection, Limits, failed};
 use crate::error::{Error, Result};
 use crate::mount::Mount;
 use crate::transfer::{Moved, Require, Transfer};
-use crate::{opening, socket, sys};
+use crate::{directory, opening, socket, sys};
 use gpunvme_abi::{self as abi, Command, Extent, Reason, ResolveFlags, Route, Segment, TransferFlags};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags};
 use rustix::io::Errno;
@@ -175,11 +175,21 @@ impl File {
     }
 
     /// The mount it lies on. It asks the daemon, and takes a descriptor for as long as the mount,
-    /// or a buffer of it, is in use.
+    /// or a buffer of it, is in use: of a directory above the file, so that the file is not kept
+    /// open, or of the file where the caller can open none (it is mounted itself, or the caller may
+    /// read no directory above it).
     ///
     /// # Errors
     /// [`Error::Path`] where the daemon does not answer, or there are too many descriptors.
     pub fn mount(&self) -> Result<Mount> {
+        match directory::above(self.file.as_fd()) {
+            Some((directory, path)) => Mount::of(directory, &path),
+            None => self.mount_for_now(),
+        }
+    }
+
+    /// The mount it lies on, which keeps the file open: for moments.
+    fn mount_for_now(&self) -> Result<Mount> {
         let file = self
             .file
             .try_clone()
@@ -317,7 +327,7 @@ impl File {
         let descriptor = self.file.as_raw_fd();
         let (mut answer, mut grant, hidden) = ask(descriptor, self.grant.load(Ordering::Relaxed));
         if let Some(ioctl) = hidden {
-            let path = self.mount()?.connection().socket.clone();
+            let path = self.mount_for_now()?.connection().socket.clone();
             let sent = socket::grant(&path, self.file.as_fd());
             match sent.map_err(|errno| Error::NotReachable { ioctl, socket: path.clone(), errno })? {
                 (None, given) => (answer, grant, _) = ask(descriptor, given.grant),

@@ -26,6 +26,7 @@ mod codes;
 mod connection;
 mod copier;
 mod device_memory;
+mod directory;
 mod error;
 mod file;
 pub mod gpu;

@@ -183,10 +183,10 @@ impl Batch {
         let started = Instant::now();
         let Checked { file, direction, range, cookie } = request;
         let (ends, together, by_calls) = (self.ends.clone(), together.clone(), false);
-        let end = Ending { ends, together, direction, range, cookie, started, by_calls, _open: open.clone() };
+        let is_over = false;
+        let end = Ending { ends, together, direction, range, cookie, started, by_calls, is_over, _open: open.clone() };
         if let (Server::Mount(on), true) = (&file.server, file.allows(direction)) {
-            let registered = open.buffers.cover(range.address, range.len as u64);
-            let transfers = match on.mount.transfers(registered) {
+            let transfers = match transfer::transfers(open, on, range) {
                 Ok(transfers) => transfers,
                 Err(failure) => return end.with(Err(failure)),
             };
@@ -295,7 +295,8 @@ impl Together {
     }
 }
 
-/// A request in flight, which keeps the driver open.
+/// A request in flight, which keeps the driver open. It ends as failed where it is dropped before
+/// it has ended, as by a panic of what was to do it: who waits for it would wait for ever.
 struct Ending {
     ends: Arc<Ends>,
     together: Arc<Together>,
@@ -305,29 +306,44 @@ struct Ending {
     started: Instant,
     /// Whether system calls do it.
     by_calls: bool,
+    is_over: bool,
     _open: Arc<Open>,
 }
 
 impl Ending {
-    fn with(self, done: Result<Done>) {
-        let Ending { ends, together, direction, range, cookie, started, by_calls, _open } = self;
+    fn with(mut self, done: Result<Done>) {
+        self.end(&done);
+    }
+
+    fn end(&mut self, done: &Result<Done>) {
+        let Ending { direction, range, cookie, started, by_calls, .. } = *self;
         let cancelled = Err(Failure::System(Errno::CANCELED));
-        let (status, result) = match &done {
+        let (status, result) = match done {
             Ok(done) => (abi::EVENT_COMPLETE, done.bytes as isize),
             Err(failure) if cancelled == Err::<(), _>(failure.clone()) => (abi::EVENT_CANCELED, failure.result()),
             Err(failure) => (abi::EVENT_FAILED, failure.result()),
         };
-        statistics::record(direction, range, started, &done);
-        statistics::batch_done(direction, by_calls, &done);
-        together.ends(&done);
-        ends.add(End { cookie, status, result });
+        statistics::record(direction, range, started, done);
+        statistics::batch_done(direction, by_calls, done);
+        self.together.ends(done);
+        self.ends.add(End { cookie, status, result });
+        self.is_over = true;
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if !self.is_over {
+            tracing::error!("a request of a batch was given up by what was to do it: an error of gpunvme");
+            self.end(&Err(Code::Internal.into()));
+        }
     }
 }
 
 /// Has another thread do it, by system calls or NVIDIA's library, and wait.
-fn wait_elsewhere(open: &Arc<Open>, file: Arc<Registered>, end: Ending, run: &Cancel) {
+fn wait_elsewhere(open: &Arc<Open>, file: Arc<Registered>, mut end: Ending, run: &Cancel) {
     let (of_task, run) = (open.clone(), run.clone());
-    let end = Ending { by_calls: true, ..end };
+    end.by_calls = true;
     statistics::batch_by_calls();
     open.workers.run(move || {
         if run.is_cancelled() {
@@ -338,4 +354,44 @@ fn wait_elsewhere(open: &Arc<Open>, file: Arc<Registered>, end: Ending, run: &Ca
         drop((of_task, file));
         end.with(done);
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver;
+
+    /// Also when one thread after the other panics.
+    #[test]
+    fn requests_whose_thread_panics_end_as_failed() {
+        let open = driver::open_if_needed().unwrap();
+        let batch = open.batches.get(open.batches.add(100).unwrap()).unwrap();
+        batch.ends.list.lock().in_flight = 100;
+        let together = Arc::new(Together::new(100));
+        let range = Range::new(4096, 1, 0, 0).unwrap();
+        for cookie in 0..100 {
+            let end = Ending {
+                ends: batch.ends.clone(),
+                together: together.clone(),
+                direction: Direction::Read,
+                range,
+                cookie,
+                started: Instant::now(),
+                by_calls: true,
+                is_over: false,
+                _open: open.clone(),
+            };
+            open.workers.run(move || {
+                let _end = end;
+                panic!("as this test wants it");
+            });
+        }
+        let mut events = [const { MaybeUninit::uninit() }; 100];
+        assert_eq!(batch.take(100, Some(Duration::from_secs(20)), &mut events), 100);
+        for event in events {
+            // SAFETY: as many were written.
+            let BatchEvent { status, result, .. } = unsafe { event.assume_init() };
+            assert_eq!((status, result as isize), (abi::EVENT_FAILED, -5030));
+        }
+    }
 }

@@ -120,6 +120,7 @@ impl From<&Error> for Failure {
             Error::Copy { error: None, .. } | Error::UnknownMemory { .. } => Code::PointerInvalid.into(),
             Error::NoCuda(_) => Code::DeviceNotFound.into(),
             Error::StreamCaptured { .. } => Code::AsyncNotSupported.into(),
+            Error::NotReachable { errno: errno @ (Errno::MFILE | Errno::NFILE), .. } => (*errno).into(),
             Error::WrongKind { .. } => Code::InvalidFileType.into(),
             Error::OtherVersion { .. } | Error::NotReachable { .. } | Error::Refused { .. } => Code::NotSupported.into(),
             other => other.errno().into(),

@@ -6,7 +6,7 @@
 //! Locks: `Files::table`, for moments.
 
 use crate::driver::Open;
-use crate::failure::{Code, Result};
+use crate::failure::{Code, Failure, Result};
 use crate::mounts::OnMount;
 use crate::real::{Library, RealFile};
 use gpunvme::{Error, File};
@@ -103,7 +103,7 @@ impl Table {
 impl Files {
     /// Registers the file behind a descriptor of the application, and returns its handle.
     pub fn register(&self, open: &Open, number: i32) -> Result<usize> {
-        let file = crate::memory::duplicate(number).map_err(|_| Code::InvalidValue)?;
+        let file = crate::memory::duplicate(number)?;
         let stat = rustix::fs::fstat(&file)?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(Code::InvalidFileType.into());
@@ -184,15 +184,21 @@ fn serve(open: &Open, file: OwnedFd, number: i32, device: u64, flags: OFlags) ->
     if !flags.contains(OFlags::DIRECT) {
         return Ok(Server::Plain(file));
     }
-    let buffered = reopen(&file, flags, OFlags::DIRECT | OFlags::APPEND);
-    Ok(Server::Plain(buffered.unwrap_or(file)))
+    match reopen(&file, flags, OFlags::DIRECT | OFlags::APPEND) {
+        Err(Failure::Cufile(Code::InvalidOpenFlag)) => Ok(Server::Plain(file)),
+        buffered => buffered.map(Server::Plain),
+    }
 }
 
 /// The file behind a descriptor, opened with its flags but for some.
 ///
 /// # Errors
-/// [`Code::InvalidOpenFlag`] where the kernel does not open it again.
+/// `EMFILE` and `ENFILE` where there are no more descriptors; [`Code::InvalidOpenFlag`] where the
+/// kernel does not open it again for another reason.
 fn reopen(file: &OwnedFd, flags: OFlags, but: OFlags) -> Result<OwnedFd> {
     let flags = flags.difference(but | OFlags::CREATE | OFlags::EXCL | OFlags::TRUNC) | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(proc_path(file.as_raw_fd()), flags, Mode::empty()).map_err(|_| Code::InvalidOpenFlag)?)
+    rustix::fs::open(proc_path(file.as_raw_fd()), flags, Mode::empty()).map_err(|errno| match errno {
+        Errno::MFILE | Errno::NFILE => errno.into(),
+        _ => Code::InvalidOpenFlag.into(),
+    })
 }

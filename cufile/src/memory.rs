@@ -20,6 +20,15 @@ pub fn at(address: u64) -> Result<Option<Allocation>> {
     }
 }
 
+/// Where the processor finds what was found at an address, if it is memory of the host.
+pub fn on_host(found: Option<Allocation>, address: u64) -> Option<u64> {
+    match found {
+        None => Some(address),
+        Some(Allocation { place: Place::Host, host, base, .. }) => Some(host.map_or(address, |host| host + (address - base))),
+        Some(_) => None,
+    }
+}
+
 /// Checks that all of a range is memory of the application: of CUDA, or mapped. Memory of a GPU
 /// goes on as such: behind it the driver has mappings of its own that are nothing to the
 /// application.
@@ -94,12 +103,12 @@ fn is_same_file(number: i32, descriptor: BorrowedFd<'_>) -> bool {
 /// Another descriptor of the open file behind a number of the application's.
 ///
 /// # Errors
-/// `EBADF` where it is no descriptor.
+/// `EBADF` where it is no descriptor, `EMFILE` where this process may have no more of them.
 pub fn duplicate(number: i32) -> std::result::Result<OwnedFd, Errno> {
     // SAFETY: fcntl(2) with F_DUPFD_CLOEXEC touches no memory, and refuses what is no descriptor.
     let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
     if copy < 0 {
-        return Err(Errno::BADF);
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::BADF));
     }
     // SAFETY: the kernel made it just now, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })

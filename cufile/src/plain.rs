@@ -26,20 +26,14 @@ const KEPT: usize = 16;
 /// # Safety
 /// The range is memory of the application's, which nothing else uses until this returns.
 pub unsafe fn transfer(file: BorrowedFd<'_>, direction: Direction, range: Range) -> Result<usize> {
-    let Some(found) = memory::at(range.address)? else {
-        // SAFETY: as the caller says.
-        return unsafe { ordinary(file, direction, range) };
-    };
-    let gpu = match found.place {
-        Place::Device(gpu) => gpu,
-        Place::Host | Place::Managed => match found.host.or(Some(range.address)).filter(|_| found.place == Place::Host) {
-            Some(host) => {
-                let host = if found.host.is_some() { host + (range.address - found.base) } else { host };
-                // SAFETY: the processor finds the same memory there.
-                return unsafe { ordinary(file, direction, Range { address: host, ..range }) };
-            }
-            None => memory::cuda().and_then(|cuda| cuda.gpus().next()).ok_or(Errno::NODEV)?,
-        },
+    let found = memory::at(range.address)?;
+    if let Some(address) = memory::on_host(found, range.address) {
+        // SAFETY: the processor finds the same memory there.
+        return unsafe { ordinary(file, direction, Range { address, ..range }) };
+    }
+    let gpu = match found.map(|found| found.place) {
+        Some(Place::Device(gpu)) => gpu,
+        _ => memory::cuda().and_then(|cuda| cuda.gpus().next()).ok_or(Errno::NODEV)?,
     };
     // Another thread may be capturing a graph, which what follows is none of.
     let _alone = memory::cuda().map(Cuda::leave_captures_alone);

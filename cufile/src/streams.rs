@@ -22,6 +22,7 @@ use crate::transfer::{self, Outcome, Range};
 use crate::{memory, plain};
 use gpunvme::Transfer;
 use gpunvme::gpu::{Observer, Segment};
+use gpunvme_cuda::StreamId;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -35,18 +36,32 @@ const ALL_FIXED: u32 = STREAM_FIXED_MEMORY_OFFSET | STREAM_FIXED_FILE_OFFSET | S
 /// The streams that the application registered, with their flags.
 #[derive(Default)]
 pub struct Registrations {
-    flags: Mutex<HashMap<usize, u32>>,
+    /// By handle: a stream may be destroyed before it is taken out.
+    known: Mutex<HashMap<usize, Registration>>,
+}
+
+#[derive(Clone, Copy)]
+struct Registration {
+    flags: u32,
+    /// Another stream may have its handle once it was destroyed. None for the default streams,
+    /// which are not.
+    id: Option<StreamId>,
 }
 
 impl Registrations {
     /// # Errors
-    /// [`Code::InvalidValue`] for flags that there are not.
-    pub fn add(&self, stream: usize, flags: u32) -> Result<()> {
+    /// [`Code::InvalidValue`] for flags that there are not; what CUDA says.
+    ///
+    /// # Safety
+    /// It is a stream of this process.
+    pub unsafe fn add(&self, stream: usize, flags: u32) -> Result<()> {
         if flags & !STREAM_FLAGS != 0 {
             return Err(Code::InvalidValue.into());
         }
-        let mut known = self.flags.lock();
-        known.insert(stream, flags);
+        // SAFETY: as the caller says.
+        let id = unsafe { id_of(stream) }?;
+        let mut known = self.known.lock();
+        known.insert(stream, Registration { flags, id });
         if let Some(library) = Library::loaded() {
             library.stream(stream, Some(flags));
         }
@@ -55,11 +70,11 @@ impl Registrations {
 
     /// Tells NVIDIA's library of all of them.
     pub fn tell(&self, library: &Library) {
-        self.flags.lock().iter().for_each(|(&stream, &flags)| library.stream(stream, Some(flags)));
+        self.known.lock().iter().for_each(|(&stream, known)| library.stream(stream, Some(known.flags)));
     }
 
     pub fn remove(&self, stream: usize) {
-        let mut known = self.flags.lock();
+        let mut known = self.known.lock();
         known.remove(&stream);
         if let Some(library) = Library::loaded() {
             library.stream(stream, None);
@@ -67,9 +82,28 @@ impl Registrations {
     }
 
     /// None for a stream that was not registered.
-    fn of(&self, stream: usize) -> Option<u32> {
-        self.flags.lock().get(&stream).copied()
+    ///
+    /// # Errors
+    /// What CUDA says.
+    ///
+    /// # Safety
+    /// It is a stream of this process.
+    unsafe fn of(&self, stream: usize) -> Result<Option<u32>> {
+        let Some(known) = self.known.lock().get(&stream).copied() else { return Ok(None) };
+        // SAFETY: as the caller says.
+        Ok((unsafe { id_of(stream) }? == known.id).then_some(known.flags))
     }
+}
+
+/// CUDA's number of a stream, which no other stream has; None for the default streams.
+///
+/// # Safety
+/// It is a stream of this process.
+unsafe fn id_of(stream: usize) -> Result<Option<StreamId>> {
+    let Some(cuda) = memory::cuda() else { return Ok(None) };
+    // SAFETY: as the caller says.
+    let stream = unsafe { cuda.application_stream(stream) }?;
+    Ok(if stream.is_default() { None } else { Some(stream.id()?) })
 }
 
 /// What `cuFileReadAsync` is called with.
@@ -140,17 +174,20 @@ pub unsafe fn submit(open: &Arc<Open>, file: Arc<Registered>, direction: Directi
     Ok(())
 }
 
-/// None where the memory is ordinary memory, or there is no CUDA.
+/// None where system calls are to do it.
 ///
 /// # Safety
 /// As [`submit`].
 unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, request: Request, range: Range) -> Option<Result<()>> {
-    let registered = open.buffers.cover(range.address, range.len as u64);
-    let transfers = match on.mount.transfers(registered) {
+    let transfers = match transfer::transfers(open, on, range) {
         Ok(transfers) => transfers?,
         Err(failure) => return Some(Err(failure)),
     };
-    let flags = open.streams.of(request.stream as usize);
+    // SAFETY: it is the application's stream, as the caller says.
+    let flags = match unsafe { open.streams.of(request.stream as usize) } {
+        Ok(flags) => flags,
+        Err(failure) => return Some(Err(failure)),
+    };
     let (block, started) = (on.mount.block, Instant::now());
     let is_late = flags.is_some_and(|flags| flags & ALL_FIXED != ALL_FIXED);
     let flags = flags.unwrap_or(0);
@@ -236,6 +273,20 @@ impl Watch {
         self.refused = Some(failure);
         Errno::INVAL
     }
+
+    /// The result, which is counted.
+    fn counted(&mut self, outcome: &gpunvme::Result<Transfer>) -> isize {
+        let done = match (self.refused.take(), outcome) {
+            (Some(failure), _) => Err(failure),
+            (None, Ok(done)) => Ok(statistics::Done::on_mount(done)),
+            (None, Err(error)) => Err(of_change(error)),
+        };
+        statistics::record_on(self.gpu, self.direction, self.range, self.started, &done);
+        match &done {
+            Ok(done) => done.bytes as isize,
+            Err(failure) => failure.count().0,
+        }
+    }
 }
 
 /// Why a request that is asked again when the stream comes to it could not be done as it is then.
@@ -259,17 +310,15 @@ impl Observer for Watch {
     }
 
     fn ends(&mut self, outcome: &gpunvme::Result<Transfer>) {
-        let done = match (self.refused.take(), outcome) {
-            (Some(failure), _) => Err(failure),
-            (None, Ok(done)) => Ok(statistics::Done::on_mount(done)),
-            (None, Err(error)) => Err(of_change(error)),
-        };
-        statistics::record_on(self.gpu, self.direction, self.range, self.started, &done);
-        let result = match &done {
-            Ok(done) => done.bytes as isize,
-            Err(failure) => failure.count().0,
-        };
+        let result = self.counted(outcome);
         // SAFETY: the stream has not passed the request.
         unsafe { self.request.store(result) }
+    }
+
+    /// The application may have freed what the request points to. It learns from CUDA that nothing
+    /// of the stream was done.
+    fn abandoned(&mut self, outcome: &gpunvme::Result<Transfer>) {
+        let result = self.counted(outcome);
+        tracing::warn!(result, "the context of a stream died before a request in it was done");
     }
 }

@@ -3,9 +3,9 @@
 use crate::driver::Open;
 use crate::failure::{Code, Failure, Result};
 use crate::files::{Direction, MountFile, Registered, Server};
-use crate::plain;
 use crate::statistics::{self, Done, Way};
-use gpunvme::gpu::Segment;
+use crate::{memory, plain};
+use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, Transfer};
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -82,8 +82,7 @@ pub unsafe fn done(open: &Open, file: &Registered, direction: Direction, range: 
 
 #[allow(unsafe_code)]
 unsafe fn on_mount(open: &Open, on: &MountFile, direction: Direction, range: Range) -> Result<Done> {
-    let registered = open.buffers.cover(range.address, range.len as u64);
-    if let Some(transfers) = on.mount.transfers(registered)? {
+    if let Some(transfers) = transfers(open, on, range)? {
         let segments = [range.segment()];
         // SAFETY: as the caller says.
         let result = unsafe {
@@ -98,7 +97,28 @@ unsafe fn on_mount(open: &Open, on: &MountFile, direction: Direction, range: Ran
         }
     }
     // SAFETY: as the caller says.
-    let bytes = unsafe { plain::ordinary(on.file.as_fd(), direction, range) }?;
+    unsafe { by_calls(on, direction, range) }
+}
+
+/// What moves bytes between a file of a mount and a range of memory. None where system calls do:
+/// there is no CUDA; or there is nothing else to move them, and it is memory of the host.
+pub fn transfers<'a>(open: &Open, on: &'a MountFile, range: Range) -> Result<Option<&'a Transfers>> {
+    let registered = open.buffers.cover(range.address, range.len as u64);
+    on.mount.transfers(registered).or_else(|failure| match memory::at(range.address) {
+        Ok(found) if memory::on_host(found, range.address).is_some() => Ok(None),
+        _ => Err(failure),
+    })
+}
+
+/// Moves the bytes between a file of a mount and memory of the host by system calls.
+///
+/// # Safety
+/// As for [`perform`].
+#[allow(unsafe_code)]
+pub unsafe fn by_calls(on: &MountFile, direction: Direction, range: Range) -> Result<Done> {
+    let address = memory::on_host(memory::at(range.address)?, range.address).unwrap_or(range.address);
+    // SAFETY: as the caller says; the processor finds the same memory there.
+    let bytes = unsafe { plain::ordinary(on.file.as_fd(), direction, Range { address, ..range }) }?;
     Ok(Done { bytes, way: Way::MountByCall })
 }
 

@@ -8,11 +8,10 @@
 use crate::driver::Open;
 use crate::failure::{Code, Failure, Result};
 use crate::files::{Direction, MountFile, Registered, Server};
-use crate::statistics::{self, Done, Way};
+use crate::memory;
+use crate::statistics::{self, Done};
 use crate::transfer::{self, Outcome, Range};
-use crate::{memory, plain};
 use gpunvme::gpu::{Segment, Transfers};
-use std::os::fd::AsFd;
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -79,8 +78,8 @@ fn in_turn(ranges: &[Range], mut perform: impl FnMut(Range) -> Result<Done>) -> 
 /// What has to be known of a range's memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// CUDA does not know it.
-    Ordinary,
+    /// System calls move it: CUDA does not know it, or it is the host's and nothing else can.
+    ByCalls,
     /// CUDA knows it; the application registered it, or did not.
     Known { registered: bool },
 }
@@ -88,23 +87,20 @@ enum Kind {
 /// # Safety
 /// As [`perform`].
 unsafe fn on_mount(open: &Open, on: &MountFile, direction: Direction, ranges: &[Range]) -> Vec<Part> {
-    let len = len_of(ranges);
     let is_registered = |range: &Range| open.buffers.cover(range.address, range.len as u64);
     let registered = is_registered(&ranges[0]);
+    let transfers = on.mount.transfers(registered);
     // Mostly all are of one kind, which is seen by trying.
-    if ranges.iter().all(|range| is_registered(range) == registered) {
-        match on.mount.transfers(registered) {
-            Err(failure) => return vec![Part { len, done: Err(failure) }],
-            // SAFETY: as the caller says.
-            Ok(Some(transfers)) => match unsafe { wait(transfers, on, direction, ranges) } {
-                Outcome::Done(done) => return vec![Part { len, done }],
-                Outcome::Ordinary => {}
-            },
-            Ok(None) => {}
-        }
+    if let Ok(Some(transfers)) = transfers
+        && ranges.iter().all(|range| is_registered(range) == registered)
+        // SAFETY: as the caller says.
+        && let Outcome::Done(done) = unsafe { wait(transfers, on, direction, ranges) }
+    {
+        return vec![Part { len: len_of(ranges), done }];
     }
     let kind = |range: &Range| match memory::at(range.address) {
-        Ok(None) => Kind::Ordinary,
+        Ok(None) => Kind::ByCalls,
+        Ok(found) if transfers.is_err() && memory::on_host(found, range.address).is_some() => Kind::ByCalls,
         Ok(Some(_)) | Err(_) => Kind::Known { registered: is_registered(range) },
     };
     let kinds: Vec<Kind> = ranges.iter().map(kind).collect();
@@ -134,11 +130,10 @@ unsafe fn by_kind(on: &MountFile, direction: Direction, ranges: &[Range], kinds:
         runs.push((kind, these, parts));
     }
     drop(tell);
-    for (_, these, parts) in runs.iter_mut().filter(|(kind, ..)| *kind == Kind::Ordinary) {
+    for (_, these, parts) in runs.iter_mut().filter(|(kind, ..)| *kind == Kind::ByCalls) {
         *parts = in_turn(these, |range| {
             // SAFETY: as the caller says.
-            let bytes = unsafe { plain::ordinary(on.file.as_fd(), direction, range) }?;
-            Ok(Done { bytes, way: Way::MountByCall })
+            unsafe { transfer::by_calls(on, direction, range) }
         });
     }
     // It ends when no request can tell any more.

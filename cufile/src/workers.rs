@@ -5,6 +5,7 @@
 
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 /// Threads at most.
@@ -66,7 +67,10 @@ fn work(shared: &Shared) {
     loop {
         if let Some(task) = queue.tasks.pop_front() {
             drop(queue);
-            task();
+            // The thread does what comes afterwards.
+            if catch_unwind(AssertUnwindSafe(task)).is_err() {
+                tracing::error!("a request of a batch panicked: an error of gpunvme");
+            }
             queue = shared.queue.lock();
         } else if queue.ending {
             return;

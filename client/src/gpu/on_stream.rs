@@ -23,12 +23,12 @@ impl Transfers {
     /// GPU has 8 windows of 2 MiB of pinned memory, one for each stream that has requests to come
     /// to. A call that finds no room waits until streams went on.
     ///
-    /// Where a file becomes shorter between the call and the read, what is in memory behind its
-    /// end is undefined. Where a kernel of the application crashes, its context ends with all
-    /// streams: such requests are answered with [`Cuda`] within a second. That is only so
-    /// in the context that the CUDA runtime uses, the GPU's primary one: in one of the
-    /// application's own (`cuCtxCreate`) they are never answered, and dropping the `Transfers`
-    /// waits for them.
+    /// Where the read fails, or the file becomes shorter between the call and the read, what is in
+    /// memory behind what was read is what was there before, bytes of the file, or zeros. Where a
+    /// kernel of the application crashes, its context ends with all streams: such requests are
+    /// answered with [`Cuda`] within a second. That is only so in the context that the CUDA runtime
+    /// uses, the GPU's primary one: in one of the application's own (`cuCtxCreate`) they are never
+    /// answered, and dropping the `Transfers` waits for them.
     ///
     /// # Safety
     /// `stream` is a `CUstream` or `cudaStream_t` of this process, which outlives the read; 0 is
@@ -50,7 +50,8 @@ impl Transfers {
     /// [`Transfers::read_on_stream`], with an observer: it may move the file offsets when the
     /// stream comes to the read, and is told the outcome before the stream goes on.
     ///
-    /// Where offsets were moved, what is in memory behind the end of the file is undefined.
+    /// Where offsets were moved, memory behind the end of the file keeps what it had, or gets
+    /// zeros.
     ///
     /// # Safety
     /// As for [`Transfers::read_on_stream`].

@@ -27,6 +27,9 @@ pub unsafe extern "C" fn cuFileHandleRegister(handle: *mut *mut c_void, descript
         open.files.register(&open, descriptor.handle as u32 as c_int)
     };
     let registered = register();
+    if let Err(failure) = &registered {
+        tracing::error!(%failure, "a file is not registered");
+    }
     statistics::event(Event::HandleRegister, &registered);
     // SAFETY: it is not NULL where a file was registered, and the caller vouches for the room.
     status(registered.map(|number| unsafe { handle.write(as_pointer(number)) }))
@@ -67,7 +70,11 @@ pub extern "C" fn cuFileBufDeregister(base: *const c_void) -> Status {
         }
         let open = driver::opened()?;
         let len = open.buffers.remove(base as u64)?;
-        open.mounts.all().iter().for_each(|mount| mount.forget(base as u64, len));
+        let allocation = |address| memory::at(address).ok().flatten().map(|found| (found.base, found.len));
+        let unused = open.buffers.unused_around(base as u64, len, allocation);
+        for mount in open.mounts.all() {
+            unused.iter().for_each(|&(address, len)| mount.forget(address, len));
+        }
         Ok(())
     };
     let removed = deregister();

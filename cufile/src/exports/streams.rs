@@ -59,9 +59,13 @@ request! {
 
 /// Says which of a request's numbers do not change after the call, in this stream. Opens the
 /// driver.
+///
+/// # Safety
+/// It is a stream of this process.
 #[unsafe(no_mangle)]
-pub extern "C" fn cuFileStreamRegister(stream: *mut c_void, flags: c_uint) -> Status {
-    status(driver::open_if_needed().and_then(|open| open.streams.add(stream as usize, flags)))
+pub unsafe extern "C" fn cuFileStreamRegister(stream: *mut c_void, flags: c_uint) -> Status {
+    // SAFETY: as the caller says.
+    status(driver::open_if_needed().and_then(|open| unsafe { open.streams.add(stream as usize, flags) }))
 }
 
 /// Takes it back.

@@ -111,6 +111,11 @@ impl Stream {
         self.raw.addr()
     }
 
+    /// Whether it is one of the default streams, which exist as long as their context.
+    pub fn is_default(&self) -> bool {
+        self.number() <= DEFAULT_STREAMS
+    }
+
     /// Its number. What two handles with one number stand for is in one order.
     ///
     /// # Errors

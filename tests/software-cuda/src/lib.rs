@@ -63,6 +63,8 @@ struct Handles {
     default_streams: HashMap<usize, Arc<Stream>>,
     /// Of streams that were destroyed.
     ends: Vec<Arc<Mark>>,
+    /// Handles of such streams, for new ones.
+    reused: Vec<usize>,
     /// Where each was recorded last, and in which context it was made.
     events: HashMap<usize, (Arc<Context>, Option<Arc<Mark>>)>,
     modules: HashMap<usize, Vec<u8>>,

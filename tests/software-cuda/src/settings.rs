@@ -36,6 +36,8 @@ pub struct Settings {
     pub writes_ordering: i32,
     /// `c2c`: 1 where processor and GPU are linked by NVLink-C2C.
     pub c2c: bool,
+    /// `streams-reused`: 1 where a new stream gets the handle of one that was destroyed.
+    pub streams_reused: bool,
     /// `bar`, as often as there are any: files that device memory lies in, one allocation each, and
     /// none elsewhere then. The memory behind a PCI device's resource file
     /// (`/sys/bus/pci/devices/ADDRESS/resource2`) is what other devices reach.
@@ -62,6 +64,7 @@ impl Settings {
             dma_buf: true,
             writes_ordering: 100,
             c2c: false,
+            streams_reused: false,
             bars: Vec::new(),
         };
         let text = std::env::var("SOFTWARE_CUDA").unwrap_or_default();
@@ -84,6 +87,7 @@ impl Settings {
                 "copies-by-processor" => settings.copies_by_processor = value as usize,
                 "call-takes" => settings.call_takes = Duration::from_nanos(value),
                 "dma-buf" => settings.dma_buf = value != 0,
+                "streams-reused" => settings.streams_reused = value != 0,
                 "c2c" => settings.c2c = value != 0,
                 "writes-ordering" => settings.writes_ordering = value as i32,
                 _ => panic!("SOFTWARE_CUDA: there is no setting {name:?}"),

@@ -3,12 +3,14 @@
 
 mod batches;
 mod elsewhere;
+mod endings;
 mod files;
 mod interface;
 mod library;
 mod memory;
 mod parameters;
 mod programs;
+mod shortage;
 mod statistics;
 mod streams;
 mod vectors;

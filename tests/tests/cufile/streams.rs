@@ -20,7 +20,7 @@ const LEN: usize = (2 << 20) + 4321;
 /// What a request points to, for as long as the stream needs it.
 pub struct Numbers {
     size: usize,
-    file_offset: i64,
+    pub file_offset: i64,
     memory_offset: i64,
     pub done: isize,
 }
@@ -43,19 +43,19 @@ pub fn write(handle: usize, memory: u64, numbers: &mut Numbers, stream: usize) -
     unsafe { (library().cuFileWriteAsync)(handle, memory, size, file_offset, memory_offset, done, stream) }
 }
 
-fn wait(stream: usize) {
+pub fn wait(stream: usize) {
     let _entered = gpu().enter().unwrap();
     // SAFETY: it is a stream of the test's.
     assert_eq!(unsafe { sys::cuStreamSynchronize(stream as sys::CUstream) } as u32, 0);
 }
 
 /// A word that holds a stream up until it is set.
-struct Gate {
+pub struct Gate {
     word: Pinned,
 }
 
 impl Gate {
-    fn before(stream: usize) -> Gate {
+    pub fn before(stream: usize) -> Gate {
         let word = Pinned::new(gpu(), 4096);
         word.word(0).store(0, std::sync::atomic::Ordering::SeqCst);
         let _entered = gpu().enter().unwrap();
@@ -68,7 +68,7 @@ impl Gate {
         Gate { word }
     }
 
-    fn open(&self) {
+    pub fn open(&self) {
         self.word.word(0).store(1, std::sync::atomic::Ordering::SeqCst);
     }
 }
@@ -127,7 +127,7 @@ fn numbers_may_change_until_the_stream_comes_to_them() {
             (|numbers| numbers.memory_offset = 8, -5038),
         ];
         for (change, expected) in changes {
-            device.put(&vec![0; 1 << 20]);
+            device.put(&vec![0x11; 1 << 20]);
             let gate = Gate::before(stream);
             let mut numbers = Numbers::new(1 << 20, 17, 0);
             assert_eq!(read(handle, device.address(), &mut numbers, stream), OK);
@@ -136,8 +136,9 @@ fn numbers_may_change_until_the_stream_comes_to_them() {
             gate.open();
             wait(stream);
             assert_eq!(numbers.done, expected);
+            // Nothing of what was read before.
             let bytes = if expected > 0 { data[3 * 4096 + 17..][..1 << 20].to_vec() } else { vec![0; 1 << 20] };
-            assert!(expected < 0 || device.get(0, 1 << 20) == bytes);
+            assert!(device.get(0, 1 << 20) == bytes, "the memory of a request that ended with {expected}");
         }
         // A stream that was registered as one whose numbers are fixed is not asked again.
         // SAFETY: it is a stream of the test's.

@@ -102,8 +102,15 @@ impl Job {
         self.progress.cancelled.store(true, Ordering::SeqCst);
     }
 
-    pub fn is_cancelled(&self) -> bool {
-        self.progress.cancelled.load(Ordering::SeqCst)
+    /// Whether its stream is known to do nothing more, because the context died.
+    pub fn is_abandoned(&self) -> bool {
+        self.context.as_ref().is_some_and(|context| context.ended().is_some())
+    }
+
+    /// Whether nothing may touch the application's memory for it any more: it was cancelled, or the
+    /// application knows that its context died, and may have freed the memory.
+    pub fn is_given_up(&self) -> bool {
+        self.progress.cancelled.load(Ordering::SeqCst) || self.is_abandoned()
     }
 
     /// Begins a step. What follows sees that the job was cancelled, or the thread that cancelled it

@@ -2,7 +2,9 @@
 //!
 //! It guards that an observer is not called any more once the call that made the request has
 //! returned an error: what it refers to may be gone then. Before that it may have been, because the
-//! stream may come to a part of the request while CUDA refuses the rest.
+//! stream may come to a part of the request while CUDA refuses the rest. And it guards that an
+//! observer can tell an outcome that comes before the stream goes on from one that comes after the
+//! stream's context died, when the application may have freed what the observer refers to.
 //!
 //! Locks: [`Watch`]'s own is held while the observer is called.
 
@@ -41,6 +43,13 @@ pub trait Observer: Send {
     /// The outcome is known. The stream has not passed the request: what is put into it afterwards
     /// comes after this call.
     fn ends(&mut self, outcome: &Result<Transfer>);
+
+    /// As [`Observer::ends`], but that the stream's context died, with an error that every call
+    /// for the stream has returned since: the stream never passes the request, and the application
+    /// may have freed meanwhile what it had to keep until then.
+    fn abandoned(&mut self, outcome: &Result<Transfer>) {
+        self.ends(outcome);
+    }
 }
 
 /// The observer of a request, if it has one and was not told the outcome.
@@ -75,12 +84,21 @@ impl Watch {
         }))
     }
 
-    /// Tells the outcome, once.
+    /// Tells the outcome, once, before the stream has passed the request.
     pub fn ends(&self, outcome: &Result<Transfer>) {
+        self.tell(|observer| observer.ends(outcome));
+    }
+
+    /// Tells the outcome, once, of a request that the stream never passes.
+    pub fn abandoned(&self, outcome: &Result<Transfer>) {
+        self.tell(|observer| observer.abandoned(outcome));
+    }
+
+    fn tell(&self, tell: impl FnOnce(&mut dyn Observer)) {
         let mut observer = self.0.lock();
         let Some(mut observer) = observer.take() else { return };
         // It is the application's, and no stream stops because of it.
-        if catch_unwind(AssertUnwindSafe(|| observer.ends(outcome))).is_err() {
+        if catch_unwind(AssertUnwindSafe(|| tell(observer.as_mut()))).is_err() {
             tracing::error!("the observer of a request in a stream panicked");
         }
     }

@@ -224,7 +224,11 @@ impl Service {
             }
             let ActiveJob { job, answer, cut, outcome, told, .. } = self.requests.remove(id);
             let result = told.unwrap_or_else(|| outcome.result(cut.parts.iter().map(SegmentPart::range)));
-            job.watch.ends(&result);
+            if job.is_abandoned() {
+                job.watch.abandoned(&result)
+            } else {
+                job.watch.ends(&result)
+            }
             answer.set(result);
             any = true;
         }
@@ -258,7 +262,7 @@ impl Service {
             if self.ring.has_ended() {
                 active.outcome.failed(Error::RingClosed { path: job.file.path().to_owned() });
             }
-            if active.outcome.is_failed() || job.is_cancelled() {
+            if active.outcome.is_failed() || job.is_given_up() {
                 self.arrived(id, step, piece, 0);
                 continue;
             }
@@ -361,7 +365,7 @@ impl Service {
                 0
             }
         };
-        if job.direction == Direction::Read && !job.is_cancelled() {
+        if job.direction == Direction::Read && !job.is_given_up() {
             job.window.copy_on_host(job.number(step), Direction::Read, planned, arrived);
         }
         if planned.keeps {
@@ -379,6 +383,9 @@ impl Service {
         }
         if let (Direction::Read, Some(entry)) = (job.direction, planned.entry) {
             job.window.set_move(job.number(step), entry, job.direction, planned, arrived);
+        }
+        if job.direction == Direction::Read && planned.is_copied() && !planned.keeps {
+            job.window.clear(job.number(step), planned, arrived);
         }
         left[step] -= 1;
         if left[step] == 0 {
@@ -465,9 +472,9 @@ impl ActiveJob {
     }
 
     /// Tells the observer the outcome if all pieces are back. The frame of the last step has to be
-    /// given back after that.
+    /// given back after that. Where the context died the observer is told when that is seen.
     fn tell(&mut self) {
-        if self.begun == self.left.len() && self.left.iter().all(|&left| left == 0) {
+        if !self.job.is_abandoned() && self.begun == self.left.len() && self.left.iter().all(|&left| left == 0) {
             let result = std::mem::take(&mut self.outcome).result(self.cut.parts.iter().map(SegmentPart::range));
             self.job.watch.ends(&result);
             self.told = Some(result);

@@ -152,6 +152,15 @@ impl StreamWindow {
         self.staging.memory().mapping.copy_in(at, &kept[arrived as usize..]).expect("slots lie in the window");
     }
 
+    /// Clears them, but for those before `arrived`: the stream copies all of them whatever became
+    /// of the piece, and the slot has what another request left there.
+    pub fn clear(&self, number: u32, planned: &Planned, arrived: u64) {
+        let missing = planned.piece.wanted - arrived;
+        if missing > 0 {
+            self.put_back(number, planned, &vec![0; planned.piece.wanted as usize], arrived);
+        }
+    }
+
     /// Where a stream finds the word by which it gives a step's frame.
     pub fn given_address(&self, number: u32) -> u64 {
         self.staging.memory().device_address + (words(number) + GIVEN) as u64

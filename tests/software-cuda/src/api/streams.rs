@@ -20,17 +20,22 @@ exports! {
             None => Stream::new(software, current, None),
         };
         let new = Arc::new(new);
-        let name = software.new_handle();
-        software.handles.lock().unwrap().streams.insert(name, new);
+        let mut handles = software.handles.lock().unwrap();
+        let name = handles.reused.pop().unwrap_or_else(|| software.new_handle());
+        handles.streams.insert(name, new);
         put(stream, handle(name))
     }
 
     fn cuStreamDestroy_v2(stream: CUstream) {
-        let mut handles = Software::running()?.handles.lock().unwrap();
+        let software = Software::running()?;
+        let mut handles = software.handles.lock().unwrap();
         let removed = handles.streams.remove(&stream.addr()).ok_or(CUDA_ERROR_INVALID_HANDLE)?;
         // What is in it is done all the same.
         handles.ends.retain(|end| !end.passed());
         handles.ends.push(removed.mark());
+        if software.settings.streams_reused {
+            handles.reused.push(stream.addr());
+        }
         Ok(())
     }
 
