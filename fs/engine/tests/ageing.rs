@@ -101,6 +101,5 @@ fn files_are_removed_together_or_none_of_them_is() {
     fs.commit().expect("nothing fails");
     let after = fs.usage();
     assert_eq!((after.inodes, after.free), (before.inodes, before.free));
-    fs.close().expect("nothing fails");
-    assert_sound(&device);
+    assert_sound(&fs, "after removals");
 }
