@@ -103,3 +103,24 @@ fn files_are_removed_together_or_none_of_them_is() {
     assert_eq!((after.inodes, after.free), (before.inodes, before.free));
     assert_sound(&fs, "after removals");
 }
+
+#[test]
+fn a_large_inode_that_a_crash_left_is_removed_by_parts() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+    make(&device);
+    let fs = open(&device).expect("it can be opened");
+    let before = fs.usage();
+    let ino = write(&fs, "large", 100_000);
+    for n in 0..100 {
+        fs.wait(|| fs.set_xattr(&WHO, ino, format!("user.{n}").as_bytes(), b"value", true, false)).expect("there is room");
+    }
+    fs.wait(|| fs.unlink(&WHO, ROOT, b"large")).expect("it is there").expect("its last name");
+    fs.commit().expect("nothing fails");
+    drop(fs);
+    let fs = open(&device).expect("it can be opened");
+    assert!(!fs.volume().reap(1).expect("nothing fails"), "one operation does not remove all of it");
+    let others = (1..20).take_while(|_| !fs.volume().reap(1).expect("nothing fails")).count();
+    assert!((1..10).contains(&others), "{others}");
+    assert_eq!(fs.usage().inodes, before.inodes);
+    assert_sound(&fs, "after a removal by parts");
+}

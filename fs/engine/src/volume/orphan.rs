@@ -89,8 +89,9 @@ impl Volume {
         std::mem::take(&mut *self.cut_short.lock())
     }
 
-    /// Removes up to `limit` of the inodes that a crash or the last unmount left without a name.
-    /// Returns whether none is left. One that cannot be removed stays for the next mount.
+    /// Removes inodes that a crash or the last unmount left without a name, in `limit` operations
+    /// at the most. Returns whether none is left. One that cannot be removed stays for the next
+    /// mount.
     ///
     /// # Errors
     /// The last error, after the others were removed.
@@ -98,22 +99,17 @@ impl Volume {
         let mut reaped = Ok(());
         for _ in 0..limit {
             let Some(ino) = self.orphans.lock().pop() else { return reaped.map(|()| true) };
-            match self.reap_inode(ino) {
+            match self.wait(|| self.reap_step(ino)) {
+                Ok(false) => {}
+                Ok(true) => self.orphans.lock().push(ino),
                 Err(error) if is_of_one(&error) => {
                     tracing::error!(ino, %error, "an inode without a name cannot be removed");
                     reaped = Err(error);
                 }
-                result => result?,
+                Err(error) => return Err(error),
             }
         }
         reaped.map(|()| self.orphans.lock().is_empty())
-    }
-
-    /// Removes an inode without a name and everything that belongs to it. No process may have it
-    /// open.
-    pub(crate) fn reap_inode(&self, ino: u64) -> Result<(), FsError> {
-        while self.wait(|| self.reap_step(ino))? {}
-        Ok(())
     }
 
     /// Removes a part of an inode without a name, as much as one operation can. Returns whether

@@ -16,8 +16,9 @@ use super::shared::Front;
 const WRITE_BACK: Duration = Duration::from_secs(1);
 /// How often the thread looks.
 const TICK: Duration = Duration::from_millis(200);
-/// Inodes without a name that are removed at a time.
-const REAP: usize = 16;
+/// Operations at a time that remove inodes without a name: as many small files, or parts of a large
+/// one. What is written and committed by time waits for them.
+const REAP: usize = 64;
 
 /// The thread that keeps house. Dropping it ends the thread.
 pub(super) struct Housekeeping {
@@ -100,7 +101,8 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
             let _ = fs.volume().checkpoint();
         }
         if !reaped {
-            reaped = fs.volume().reap(REAP).unwrap_or(true);
+            // One that cannot be removed is not tried again, and keeps no other from its turn.
+            reaped = fs.volume().reap(REAP).unwrap_or(false);
             if reaped {
                 let _ = fs.volume().find_emptied_chunks();
             }
