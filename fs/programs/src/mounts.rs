@@ -5,17 +5,23 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use gpunvme_blockdev::{path_of, without_options};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 
 use crate::below::has_users;
+use crate::limited::within;
 
 /// The type under which the kernel lists our mounts, but for those of block devices.
 pub const FS_TYPE: &str = "fuse.gpunvme";
 /// The type of a mount whose superblock claims its block device (`fuseblk`).
 pub const BLOCK_FS_TYPE: &str = "fuseblk.gpunvme";
+
+/// How long a daemon that lives may take to answer. One that has gone answers at once: the kernel
+/// does it.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// One mount of this process's mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,16 +72,21 @@ impl Mount {
         self.fs_type == BLOCK_FS_TYPE
     }
 
+    /// Whether its daemon has gone without unmounting it. One that was stopped has not.
+    pub fn is_dead(&self) -> bool {
+        let dir = self.dir.clone();
+        let answer = within(ANSWER_LIMIT, move || rustix::fs::statfs(&dir).map(drop));
+        matches!(answer, Some(Err(Errno::NOTCONN | Errno::CONNABORTED)))
+    }
+
     /// Whether it is one of ours that claims `device`, a path, and whose daemon has gone without
     /// unmounting it. A daemon that lives has a lock, or else answers.
     pub fn is_left_behind(&self, device: &Path) -> bool {
-        self.claims_its_device()
-            && !has_users(device)
-            && matches!(rustix::fs::statfs(&self.dir), Err(Errno::NOTCONN | Errno::CONNABORTED))
+        self.claims_its_device() && !has_users(device) && self.is_dead()
     }
 
     /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that
-    /// name it as their source.
+    /// name it as their source. Another file may have had that name when they were made.
     ///
     /// # Errors
     /// If `/proc` is not there to ask.

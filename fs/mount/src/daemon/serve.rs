@@ -21,6 +21,7 @@ use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::members::{self, ClaimedBy, GrowError};
+use gpunvme_programs::mounts::Mount;
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -65,7 +66,7 @@ impl std::fmt::Debug for Devices {
 pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>) -> Result<(), MountError> {
     let settings = &options.settings;
     let (device, superblock) = claim(options)?;
-    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, |_| true));
+    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, Mount::is_dead));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;
