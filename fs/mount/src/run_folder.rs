@@ -1,5 +1,5 @@
 //! The folder of this machine's daemons, `/run/gpunvme`, which has the registration sockets
-//! (`front::resources::sockets`).
+//! (`front::resources::sockets`), and files for the last words of daemons (`daemon::last_word`).
 //!
 //! What lies in it is believed, so nobody but root may put anything there.
 
@@ -53,6 +53,16 @@ impl RunFolderError {
 pub fn made() -> Result<&'static Path, RunFolderError> {
     let folder = Path::new(RUN_FOLDER);
     make(folder)?;
+    Ok(folder)
+}
+
+/// The folder, where there is one.
+///
+/// # Errors
+/// There is none, or others may change what is in it.
+pub fn existing() -> Result<&'static Path, RunFolderError> {
+    let folder = Path::new(RUN_FOLDER);
+    check(folder, false)?;
     Ok(folder)
 }
 

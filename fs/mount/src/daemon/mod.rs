@@ -15,6 +15,7 @@ pub mod background;
 pub mod error;
 mod filter;
 mod fusectl;
+mod last_word;
 pub mod lifecycle;
 mod limits;
 pub mod log;
