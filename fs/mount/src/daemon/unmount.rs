@@ -70,15 +70,15 @@ impl Arguments {
         }
         let source = mount.source.to_string_lossy().into_owned();
         let last_word = Awaited::of(mount.dev);
-        // A daemon that was killed has left the volume as it was, one that only reads has nothing to
-        // lose.
+        // A daemon that was killed has left the volume as it was, one that only reads has nothing
+        // to lose.
         let may_lose = match &last_word {
             Some(word) => word.has_speaker(),
             None => ask(GLANCE_LIMIT, &source, may_have_writer).unwrap_or(true),
         };
         detach()?;
-        if Mount::all().is_ok_and(|mounts| mounts.iter().any(|other| other.dev == mount.dev)) {
-            // It is mounted elsewhere too, and so its daemon stays.
+        if !self.force && Mount::all().is_ok_and(|mounts| mounts.iter().any(|other| other.dev == mount.dev)) {
+            // It is mounted elsewhere too, and so its daemon stays, unless it was cut off.
             return Ok(());
         }
         // Having the device, if only for a moment, means that its daemon is done.
@@ -102,8 +102,8 @@ impl Arguments {
     }
 }
 
-/// What a question about a device is answered with; `None` where its filesystem, or its driver, does
-/// not answer.
+/// What a question about a device is answered with; `None` where its filesystem, or its driver,
+/// does not answer.
 fn ask<T: Send + 'static>(limit: Duration, device: &str, question: fn(&str) -> T) -> Option<T> {
     let device = device.to_owned();
     within(limit, move || question(&device))
