@@ -2,10 +2,10 @@
 //! nothing else is lost, and the daemon lives on.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use gpunvme::{Mount, Operation, Ring};
@@ -205,6 +205,26 @@ fn an_unmount_that_cannot_tell_says_so() {
     assert_eq!(said.status.code(), Some(64), "{}", text(&said));
     let why = format!("unmounted, but whether the volume was written down cannot be told: {}: no such file", image.display());
     assert!(text(&said).contains(&why), "{}", text(&said));
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_says_that_another_namespace_keeps_the_daemon() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let mut namespace = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-c", "echo ready; exec cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It has its copy of the mount then.
+    namespace.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    let said = unmount_by_helper(volume.image());
+    drop(namespace.stdin.take());
+    assert!(namespace.wait().unwrap().success());
+    assert_eq!(said.status.code(), Some(64), "{}", text(&said));
+    assert!(text(&said).contains("the daemon still has the device: mounted in another namespace too"), "{}", text(&said));
     volume.unmount();
 }
 
