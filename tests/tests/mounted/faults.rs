@@ -94,10 +94,15 @@ fn unmount_by_helper(image: &Image) -> Output {
 }
 
 fn unmount_at(mount_point: &Path) -> Output {
+    unmount_with(&[], mount_point)
+}
+
+fn unmount_with(options: &[&str], mount_point: &Path) -> Output {
     let folder = gpunvme_tests::scratch_dir();
     let helper = folder.path().join("umount.fuse.gpunvme");
     symlink(programs::path("mount.gpunvme"), &helper).unwrap();
-    Command::new(helper).arg(mount_point).output().unwrap()
+    let mut timeout = Command::new("timeout");
+    timeout.args(["-s", "KILL", "120"]).arg(helper).args(options).arg(mount_point).output().unwrap()
 }
 
 #[test]
@@ -226,6 +231,26 @@ fn an_unmount_says_that_another_namespace_keeps_the_daemon() {
     assert_eq!(said.status.code(), Some(64), "{}", text(&said));
     assert!(text(&said).contains("the daemon still has the device: mounted in another namespace too"), "{}", text(&said));
     volume.unmount();
+}
+
+#[test]
+fn a_lazy_unmount_asks_nothing_of_a_filesystem_that_does_not_answer() {
+    needs_mount!();
+    let outer = Mounted::new();
+    let image = outer.path("image");
+    File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    assert!(programs::command("mkfs.gpunvme").arg(&image).status().unwrap().success());
+    let folder = gpunvme_tests::scratch_dir();
+    let output = programs::command("mount.gpunvme").arg(&image).arg(folder.path()).output().unwrap();
+    assert_eq!(text(&output), "exit status: 0: ");
+    rustix::process::kill_process(outer.daemon(), Signal::STOP).unwrap();
+    let begun = Instant::now();
+    let said = unmount_with(&["-l"], folder.path());
+    let took = begun.elapsed();
+    rustix::process::kill_process(outer.daemon(), Signal::CONT).unwrap();
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    outer.unmount();
 }
 
 #[test]
