@@ -36,8 +36,6 @@ pub struct Mount {
     pub fs_type: String,
     /// Source of the mount: a device, or any other name.
     pub source: OsString,
-    /// Nothing is written by it.
-    pub is_read_only: bool,
     /// The user who made it, of a mount of FUSE.
     pub user: Option<u32>,
 }
@@ -102,7 +100,6 @@ impl Mount {
         let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
         let (major, minor) = std::str::from_utf8(fields.nth(1)?).ok()?.split_once(':')?;
         let dir = unescape(fields.nth(1)?);
-        let is_read_only = fields.next()?.split(|byte| *byte == b',').any(|option| option == b"ro");
         let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
         let (fs_type, source) = (fields.next()?, fields.next()?);
         let mut options = fields.next().unwrap_or_default().split(|byte| *byte == b',');
@@ -113,7 +110,6 @@ impl Mount {
             dir: dir.into(),
             fs_type: String::from_utf8_lossy(fs_type).into_owned(),
             source: unescape(source),
-            is_read_only,
             user: user.and_then(|user| std::str::from_utf8(user).ok()?.parse().ok()),
         })
     }
@@ -165,9 +161,9 @@ mod tests {
         assert_eq!(mount.fs_type, "fuse.gpunvme");
         assert!(mount.is_ours() && !mount.claims_its_device());
         assert_eq!(mount.source, OsString::from(r"/img/a\b"));
-        assert_eq!((mount.is_read_only, mount.user), (false, Some(0)));
+        assert_eq!(mount.user, Some(0));
         let plain = Mount::parse(b"22 1 0:20 / /sys nosuid,ro - sysfs sysfs rw").unwrap();
-        assert_eq!((&plain.fs_type[..], plain.is_read_only, plain.user), ("sysfs", true, None));
+        assert_eq!((&plain.fs_type[..], plain.user), ("sysfs", None));
         assert!(!plain.is_ours());
         let of_a_device = br"37 35 7:0 / /mnt rw - fuseblk.gpunvme /dev/loop0 rw,blksize=4096";
         assert!(Mount::parse(of_a_device).is_some_and(|mount| mount.is_ours() && mount.claims_its_device()));
