@@ -237,7 +237,7 @@ fn message(errno: Errno) -> String {
 fn for_containers(socket: &str, errno: Errno) -> &'static str {
     match errno {
         Errno::SRCH => "; a daemon in a container has to see the host's processes: `--pid host`",
-        Errno::NOENT if !socket.is_empty() => "; a container needs the socket's folder: `-v /run/gpunvme:/run/gpunvme`",
+        Errno::NOENT if !socket.is_empty() => "; a container needs the socket's folder: `-v /run/gpunvme:/run/gpunvme:ro`",
         _ => "",
     }
 }

@@ -30,6 +30,7 @@ use std::collections::VecDeque;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -52,13 +53,18 @@ const LISTEN: u64 = 1;
 /// A listening socket and the thread that serves it. Dropping it ends both and removes the
 /// socket's file.
 pub struct Listener {
-    path: PathBuf,
+    file: SocketFile,
     stop: OwnedFd,
     thread: Option<JoinHandle<()>>,
 }
 
+/// The extension that a socket's file has in place of its own until it listens; ss(8) shows it
+/// later, too.
+pub const NOT_LISTENING: &str = "new";
+
 impl Listener {
-    /// Listens at `path`, replacing what is left there of an earlier daemon.
+    /// Listens at `path`, in place of what is there. The socket gets that name when it listens
+    /// ([`NOT_LISTENING`]): until then it could not be told from one that its daemon has left.
     ///
     /// Who may reach the socket is decided by the permissions of the directories above it and by
     /// `mode`, those of the socket itself. It grants no more than the use of the registry's
@@ -67,16 +73,15 @@ impl Listener {
     /// # Errors
     /// Those of the system calls, and `ENAMETOOLONG` for paths of more than 107 bytes.
     pub fn bind(path: &Path, mode: Mode, server: Arc<Server>) -> std::io::Result<Listener> {
-        let address = SocketAddrUnix::new(path)?;
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        let new = path.with_extension(NOT_LISTENING);
+        let address = SocketAddrUnix::new(&new)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         rustix::net::bind(&socket, &address)?;
-        rustix::fs::chmod(path, mode)?;
+        let file = SocketFile::at(new)?;
+        rustix::fs::chmod(&file.path, mode)?;
         rustix::net::listen(&socket, 64)?;
+        let file = file.renamed(path)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
@@ -85,12 +90,12 @@ impl Listener {
         let mut service =
             Service { server: Arc::downgrade(&server), socket: Some(socket), held, next: LISTEN + 1, accepting: true };
         let thread = std::thread::Builder::new().name("registration".into()).spawn(move || service.run())?;
-        Ok(Listener { path: path.to_owned(), stop, thread: Some(thread) })
+        Ok(Listener { file, stop, thread: Some(thread) })
     }
 
     /// Where it listens.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.file.path
     }
 }
 
@@ -100,7 +105,37 @@ impl Drop for Listener {
         if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
             let _ = thread.join(); // a panic there was reported there
         }
-        let _ = std::fs::remove_file(&self.path); // another program may have removed it before
+    }
+}
+
+/// The file of a socket. Dropping it removes the file, unless another has its name by now.
+struct SocketFile {
+    path: PathBuf,
+    identity: (u64, u64),
+}
+
+impl SocketFile {
+    fn at(path: PathBuf) -> std::io::Result<SocketFile> {
+        let identity = SocketFile::identity(&path)?;
+        Ok(SocketFile { path, identity })
+    }
+
+    fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+        std::fs::symlink_metadata(path).map(|status| (status.dev(), status.ino()))
+    }
+
+    fn renamed(mut self, path: &Path) -> std::io::Result<SocketFile> {
+        std::fs::rename(&self.path, path)?;
+        path.clone_into(&mut self.path);
+        Ok(self)
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if SocketFile::identity(&self.path).is_ok_and(|identity| identity == self.identity) {
+            let _ = std::fs::remove_file(&self.path); // another program may have removed it before
+        }
     }
 }
 

@@ -4,3 +4,4 @@
 
 pub mod daemon;
 pub mod front;
+mod run_folder;

@@ -427,6 +427,111 @@ fn the_socket_of_a_daemon_that_was_killed_is_removed() {
     other.umount();
 }
 
+/// What a daemon in the foreground logs until its mount is live.
+fn until_mounted(log: &mut impl Read) -> String {
+    let mut said = String::new();
+    while !said.contains(" mounted on ") {
+        let mut part = [0; 256];
+        let count = log.read(&mut part).unwrap();
+        assert_ne!(count, 0, "{said}");
+        said.push_str(&String::from_utf8_lossy(&part[..count]));
+    }
+    said
+}
+
+#[test]
+fn mounts_of_copies_at_one_path_have_a_socket_each() {
+    let Some(volume) = Volume::new() else { return };
+    let copy = volume.dir.path().join("copy");
+    fs::copy(volume.image(), &copy).unwrap();
+    let volume = volume.mounted(&[]);
+    let first = listening_socket(volume.daemon().unwrap());
+    // In a mount namespace of its own the copy has the same path. The namespace goes with it.
+    let script = "mount --bind \"$2\" \"$3\"; exec \"$1\" \"$3\" \"$4\" --foreground";
+    let mut second = Command::new("unshare")
+        .args(["--mount", "sh", "-e", "-c", script, "sh", env!("CARGO_BIN_EXE_mount-gpunvme")])
+        .args([copy, volume.image(), volume.mnt()])
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let process = Pid::from_child(&second);
+    let mut stderr = second.stderr.take().unwrap();
+    let mut log = until_mounted(&mut stderr);
+    let other = listening_socket(process);
+    kill_process(process, Signal::TERM).unwrap();
+    let _ = stderr.read_to_string(&mut log);
+    assert!(second.wait().unwrap().success(), "{log}");
+    assert_ne!(first, other);
+    assert!(first.exists() && !other.exists());
+    volume.umount();
+}
+
+#[test]
+fn nothing_in_the_folder_of_sockets_holds_up_a_mount() {
+    let Some(volume) = Volume::new() else { return };
+    let (image, mnt) = (volume.image(), volume.mnt());
+    let said = |preparation: &str| {
+        let script = format!("{preparation} exec timeout -s KILL 60 \"$@\" --foreground");
+        let mut mount = Command::new("unshare")
+            .args(["--mount", "sh", "-e", "-c", &script, "sh", env!("CARGO_BIN_EXE_mount-gpunvme")])
+            .args([&image, &mnt])
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut stderr = mount.stderr.take().unwrap();
+        let mut log = until_mounted(&mut stderr);
+        let namespace = format!("--mount=/proc/{}/ns/mnt", volume.daemon().unwrap().as_raw_nonzero());
+        let mode = Command::new("nsenter").args([&namespace, "stat", "-c", "%a", "/run/gpunvme"]).output().unwrap();
+        volume.signal(Signal::TERM);
+        let _ = stderr.read_to_string(&mut log);
+        assert!(mount.wait().unwrap().success(), "{log}");
+        (log, String::from_utf8(mode.stdout).unwrap().trim().to_owned())
+    };
+    let hidden = "mount -t tmpfs -o mode=755 tmpfs /run;";
+    let (log, mode) = said(&format!("{hidden} umask 0;"));
+    assert_eq!((mode.as_str(), log.contains("registration socket")), ("755", false), "{log}");
+    let (log, mode) = said(&format!("{hidden} umask 077;"));
+    assert_eq!((mode.as_str(), log.contains("registration socket")), ("755", false), "{log}");
+    let (log, _) = said(&format!("{hidden} mkdir /run/gpunvme; mkfifo /run/gpunvme/lock /run/gpunvme/x.sock;"));
+    assert!(!log.contains("registration socket"), "{log}");
+    let (log, _) = said(&format!("{hidden} mkdir -m 777 /run/gpunvme;"));
+    assert!(log.contains("there is no registration socket: others than its owner may write to /run/gpunvme"), "{log}");
+    let (log, _) = said(&format!("{hidden} mkdir /run/gpunvme; chown 1000 /run/gpunvme;"));
+    assert!(log.contains("there is no registration socket: /run/gpunvme belongs to the user 1000"), "{log}");
+}
+
+#[test]
+fn a_mount_whose_source_has_become_another_file_stays() {
+    let Some(volume) = Volume::new() else { return };
+    let other = volume.dir.path().join("other");
+    fs::copy(volume.image(), &other).unwrap();
+    let volume = volume.mounted(&[]);
+    let first = volume.daemon().unwrap();
+    let mut file = File::create(volume.mnt().join("file")).unwrap();
+    // By the name of the source there is another volume now.
+    fs::rename(volume.image(), volume.dir.path().join("moved")).unwrap();
+    fs::rename(&other, volume.image()).unwrap();
+    let dir = volume.dir.path().join("second");
+    fs::create_dir(&dir).unwrap();
+    let output = mount(&volume.image(), &dir, &[]);
+    assert!(output.status.success(), "{output:?}");
+    let is_there = volume.is_mounted();
+    let written = file.write_all(b"kept").and_then(|()| file.sync_all());
+    drop(file);
+    let read = fs::read(volume.mnt().join("file"));
+    // Both go, whatever was found.
+    let detached = [volume.mnt(), dir].map(|dir| Command::new("umount").arg(dir).status().unwrap().success());
+    if !detached[0] {
+        kill_process(first, Signal::KILL).unwrap();
+    }
+    volume.wait_for_daemon();
+    written.unwrap();
+    assert!(is_there, "a mount that lives was detached");
+    assert_eq!((read.unwrap().as_slice(), detached), (&b"kept"[..], [true, true]));
+}
+
 /// The path of the one socket at which a process listens.
 fn listening_socket(process: Pid) -> PathBuf {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero())).unwrap().flatten();
@@ -439,7 +544,8 @@ fn listening_socket(process: Pid) -> PathBuf {
         let path = fields.next()?;
         targets.contains(&inode).then(|| PathBuf::from(path))
     });
-    let path = paths.next().expect("the mount has a socket");
+    // The kernel shows the name that it was bound to, until it listened.
+    let path = paths.next().expect("the mount has a socket").with_extension("sock");
     assert!(path.exists(), "{}", path.display());
     path
 }

@@ -98,9 +98,20 @@ pub fn backing_file(path: &Path) -> Option<PathBuf> {
 
 /// Whether a file or block device is locked by a reader or a writer.
 pub fn has_users(path: &Path) -> bool {
-    let can_be = |status: fs::Metadata| status.is_file() || status.file_type().is_block_device();
-    let open = || File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
-    fs::metadata(path).is_ok_and(can_be) && open().is_ok_and(|file| is_locked(&file, OpenMode::ReadWrite, &(0..u64::MAX)))
+    keeps_out(path, OpenMode::ReadWrite) == Some(true)
+}
+
+/// Whether a file or block device is locked by a writer. None: it cannot be looked at.
+pub fn has_writer(path: &Path) -> Option<bool> {
+    keeps_out(path, OpenMode::ReadOnly)
+}
+
+/// Whether a lock keeps one who would lock a file or block device in this mode out.
+fn keeps_out(path: &Path, mode: OpenMode) -> Option<bool> {
+    let can_be = |status: &fs::Metadata| status.is_file() || status.file_type().is_block_device();
+    fs::metadata(path).ok().filter(can_be)?;
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    Some(is_locked(&file, mode, &(0..u64::MAX)))
 }
 
 impl Stack {
@@ -361,6 +372,7 @@ mod tests {
         // A file in memory may refuse direct I/O.
         let Ok(device) = device else { return };
         assert!(has_users(image.path()));
+        assert_eq!(has_writer(image.path()), Some(false));
         let Some(over) = Loop::over(image.path(), &[]) else { return };
         assert_eq!(rival(&over.0, OpenMode::ReadWrite), Some(Rival::InUse(image.path().canonicalize().unwrap())));
         assert_eq!(rival(&over.0, OpenMode::ReadOnly), None);

@@ -19,6 +19,8 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a daemon may take that is still listed as mounted. It was killed and is about to end,
 /// or is alive: the filesystem would know, but a daemon that was stopped does not answer.
 const DYING_LIMIT: Duration = Duration::from_secs(2);
+/// How long the kernel may take to let go of the files of an io_uring whose process has ended.
+const LET_GO_LIMIT: Duration = Duration::from_millis(300);
 /// Time between two looks at a held device.
 const RELEASE_POLL: Duration = Duration::from_millis(20);
 
@@ -107,12 +109,18 @@ pub fn await_release(device: &str) -> Result<(), ClaimError> {
     })
 }
 
-/// Whether another process has a device, or one of several, at this moment.
-pub fn is_held(device: &str) -> bool {
-    let is_busy = |device: &str| {
-        path_of(device).is_some() && matches!(gpunvme_blockdev::open(device, OpenMode::ReadOnly), Err(Error::Busy { .. }))
-    };
-    split_names(device).into_iter().any(is_busy)
+/// Whether another process may have a device, or one of several, for writing, and does not just let
+/// go of it. Nothing is claimed.
+pub fn may_have_writer(device: &str) -> bool {
+    let may_have = |device: &str| path_of(device).and_then(below::has_writer).unwrap_or(true);
+    let start = Instant::now();
+    while split_names(device).into_iter().any(may_have) {
+        if start.elapsed() > LET_GO_LIMIT {
+            return true;
+        }
+        std::thread::sleep(RELEASE_POLL);
+    }
+    false
 }
 
 /// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not

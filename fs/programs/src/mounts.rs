@@ -5,17 +5,23 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use gpunvme_blockdev::{path_of, without_options};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::io::Errno;
 
 use crate::below::has_users;
+use crate::limited::within;
 
 /// The type under which the kernel lists our mounts, but for those of block devices.
 pub const FS_TYPE: &str = "fuse.gpunvme";
 /// The type of a mount whose superblock claims its block device (`fuseblk`).
 pub const BLOCK_FS_TYPE: &str = "fuseblk.gpunvme";
+
+/// How long a daemon that lives may take to answer. One that has gone answers at once: the kernel
+/// does it.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// One mount of this process's mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,8 +36,6 @@ pub struct Mount {
     pub fs_type: String,
     /// Source of the mount: a device, or any other name.
     pub source: OsString,
-    /// Nothing is written by it.
-    pub is_read_only: bool,
     /// The user who made it, of a mount of FUSE.
     pub user: Option<u32>,
 }
@@ -66,16 +70,21 @@ impl Mount {
         self.fs_type == BLOCK_FS_TYPE
     }
 
+    /// Whether its daemon has gone without unmounting it. One that was stopped has not.
+    pub fn is_dead(&self) -> bool {
+        let dir = self.dir.clone();
+        let answer = within(ANSWER_LIMIT, move || rustix::fs::statfs(&dir).map(drop));
+        matches!(answer, Some(Err(Errno::NOTCONN | Errno::CONNABORTED)))
+    }
+
     /// Whether it is one of ours that claims `device`, a path, and whose daemon has gone without
     /// unmounting it. A daemon that lives has a lock, or else answers.
     pub fn is_left_behind(&self, device: &Path) -> bool {
-        self.claims_its_device()
-            && !has_users(device)
-            && matches!(rustix::fs::statfs(&self.dir), Err(Errno::NOTCONN | Errno::CONNABORTED))
+        self.claims_its_device() && !has_users(device) && self.is_dead()
     }
 
     /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that
-    /// name it as their source.
+    /// name it as their source. Another file may have had that name when they were made.
     ///
     /// # Errors
     /// If `/proc` is not there to ask.
@@ -91,7 +100,6 @@ impl Mount {
         let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
         let (major, minor) = std::str::from_utf8(fields.nth(1)?).ok()?.split_once(':')?;
         let dir = unescape(fields.nth(1)?);
-        let is_read_only = fields.next()?.split(|byte| *byte == b',').any(|option| option == b"ro");
         let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
         let (fs_type, source) = (fields.next()?, fields.next()?);
         let mut options = fields.next().unwrap_or_default().split(|byte| *byte == b',');
@@ -102,7 +110,6 @@ impl Mount {
             dir: dir.into(),
             fs_type: String::from_utf8_lossy(fs_type).into_owned(),
             source: unescape(source),
-            is_read_only,
             user: user.and_then(|user| std::str::from_utf8(user).ok()?.parse().ok()),
         })
     }
@@ -154,9 +161,9 @@ mod tests {
         assert_eq!(mount.fs_type, "fuse.gpunvme");
         assert!(mount.is_ours() && !mount.claims_its_device());
         assert_eq!(mount.source, OsString::from(r"/img/a\b"));
-        assert_eq!((mount.is_read_only, mount.user), (false, Some(0)));
+        assert_eq!(mount.user, Some(0));
         let plain = Mount::parse(b"22 1 0:20 / /sys nosuid,ro - sysfs sysfs rw").unwrap();
-        assert_eq!((&plain.fs_type[..], plain.is_read_only, plain.user), ("sysfs", true, None));
+        assert_eq!((&plain.fs_type[..], plain.user), ("sysfs", None));
         assert!(!plain.is_ours());
         let of_a_device = br"37 35 7:0 / /mnt rw - fuseblk.gpunvme /dev/loop0 rw,blksize=4096";
         assert!(Mount::parse(of_a_device).is_some_and(|mount| mount.is_ours() && mount.claims_its_device()));

@@ -2,9 +2,11 @@
 //! nothing else is lost, and the daemon lives on.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
-use std::os::unix::fs::symlink;
-use std::process::{Command, Output};
+use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use gpunvme::{Mount, Operation, Ring};
 use gpunvme_tests::direct::{Buffer, extents, info};
@@ -88,10 +90,19 @@ impl Drop for Small {
 
 /// umount(8)'s helper, as it is called where it is installed.
 fn unmount_by_helper(image: &Image) -> Output {
+    unmount_at(&image.mount_point())
+}
+
+fn unmount_at(mount_point: &Path) -> Output {
+    unmount_with(&[], mount_point)
+}
+
+fn unmount_with(options: &[&str], mount_point: &Path) -> Output {
     let folder = gpunvme_tests::scratch_dir();
     let helper = folder.path().join("umount.fuse.gpunvme");
     symlink(programs::path("mount.gpunvme"), &helper).unwrap();
-    Command::new(helper).arg(image.mount_point()).output().unwrap()
+    let mut timeout = Command::new("timeout");
+    timeout.args(["-s", "KILL", "120"]).arg(helper).args(options).arg(mount_point).output().unwrap()
 }
 
 #[test]
@@ -117,6 +128,167 @@ fn an_unmount_that_could_not_write_the_volume_down_says_so() {
     fs::remove_file(filled).unwrap();
     // Nothing is left in memory of a daemon that was killed, nor can be lost by this.
     let volume = image.mount();
+    let last_word = last_word_of(&volume);
+    assert!(last_word.exists());
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    let said = unmount_by_helper(volume.image());
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(last_word.exists(), "a daemon that was killed removes nothing");
+    volume.abandon();
+}
+
+/// The file for the last word of a mount's daemon.
+fn last_word_of(volume: &Mounted) -> PathBuf {
+    let dev = fs::metadata(volume.root()).unwrap().dev();
+    PathBuf::from(format!("/run/gpunvme/{}:{}.last-word", rustix::fs::major(dev), rustix::fs::minor(dev)))
+}
+
+/// A volume that is full of what its device does not take, mounted with these devices; how its
+/// unmounting ends after `before`.
+fn unmount_of_lost(folder: &Path, mut mount: Command, mount_point: &Path, before: impl FnOnce()) -> Output {
+    fs::create_dir_all(mount_point).unwrap();
+    let output = mount.output().unwrap();
+    assert_eq!(text(&output), "exit status: 0: ");
+    let mut filler = File::create(folder.join("filled")).unwrap();
+    let _ = (0..40).try_for_each(|_| filler.write_all(&[1; 1 << 20]));
+    for number in 0..50 {
+        fs::write(mount_point.join(number.to_string()), tree::pattern(number, 300_000)).unwrap();
+    }
+    before();
+    let said = unmount_at(mount_point);
+    assert!(!is_mounted(mount_point));
+    fs::remove_file(folder.join("filled")).unwrap();
+    said
+}
+
+#[test]
+fn an_unmount_tells_of_what_was_lost_on_members_in_different_folders() {
+    needs_mount!();
+    let outer = Small::new("size=40m");
+    let members = ["x", "y"].map(|folder| outer.0.path().join(folder).join("member"));
+    for member in &members {
+        fs::create_dir(member.parent().unwrap()).unwrap();
+        File::create(member).unwrap().set_len(100 << 20).unwrap();
+    }
+    let output = programs::command("mkfs.gpunvme").args(&members).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let mount_point = outer.0.path().join("mnt");
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(&members[0]).arg(&mount_point).arg("-o").arg(format!("device={}", members[1].display()));
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || ());
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
+fn an_unmount_tells_of_what_was_lost_before_the_mount_became_read_only() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = Image::blank_in(outer.0.path(), 100 << 20);
+    assert!(image.mkfs(&[]).status.success());
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(image.path()).arg(image.mount_point());
+    let mount_point = image.mount_point();
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || {
+        let output = image.try_mount("remount,ro");
+        assert_eq!(output.status.code(), Some(32), "{}", text(&output));
+    });
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
+fn an_unmount_that_cannot_tell_says_so() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let image = volume.image().path();
+    let moved = image.with_extension("moved");
+    fs::rename(&image, &moved).unwrap();
+    // As for a mount whose daemon has no place for it.
+    fs::remove_file(last_word_of(&volume)).unwrap();
+    let said = unmount_by_helper(volume.image());
+    fs::rename(&moved, &image).unwrap();
+    assert_eq!(said.status.code(), Some(64), "{}", text(&said));
+    let why = format!("unmounted, but whether the volume was written down cannot be told: {}: no such file", image.display());
+    assert!(text(&said).contains(&why), "{}", text(&said));
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_says_that_another_namespace_keeps_the_daemon() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let mut namespace = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-c", "echo ready; exec cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It has its copy of the mount then.
+    namespace.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    let said = unmount_by_helper(volume.image());
+    drop(namespace.stdin.take());
+    assert!(namespace.wait().unwrap().success());
+    assert_eq!(said.status.code(), Some(64), "{}", text(&said));
+    assert!(text(&said).contains("the daemon still has the device: mounted in another namespace too"), "{}", text(&said));
+    volume.unmount();
+}
+
+#[test]
+fn a_lazy_unmount_asks_nothing_of_a_filesystem_that_does_not_answer() {
+    needs_mount!();
+    let outer = Mounted::new();
+    let image = outer.path("image");
+    File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    assert!(programs::command("mkfs.gpunvme").arg(&image).status().unwrap().success());
+    let folder = gpunvme_tests::scratch_dir();
+    let output = programs::command("mount.gpunvme").arg(&image).arg(folder.path()).output().unwrap();
+    assert_eq!(text(&output), "exit status: 0: ");
+    rustix::process::kill_process(outer.daemon(), Signal::STOP).unwrap();
+    let begun = Instant::now();
+    let said = unmount_with(&["-l"], folder.path());
+    let took = begun.elapsed();
+    rustix::process::kill_process(outer.daemon(), Signal::CONT).unwrap();
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    outer.unmount();
+}
+
+#[test]
+fn an_unmount_of_one_bind_of_several_waits_for_nothing() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let bind = volume.image().path().with_file_name("bind");
+    fs::create_dir(&bind).unwrap();
+    assert!(Command::new("mount").arg("--bind").args([&volume.root(), &bind]).status().unwrap().success());
+    let begun = Instant::now();
+    let said = unmount_at(&bind);
+    let took = begun.elapsed();
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_takes_no_longer_than_its_daemon() {
+    needs_mount!();
+    let image = Image::formatted();
+    let unmounted_soon = || {
+        assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+        let begun = Instant::now();
+        assert_eq!(text(&unmount_by_helper(&image)), "exit status: 0: ");
+        begun.elapsed() < Duration::from_millis(250)
+    };
+    // The machine may have other things to do.
+    assert!((0..10).any(|_| unmounted_soon()));
+}
+
+#[test]
+fn an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data() {
+    needs_mount!();
+    let test = "an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data";
+    let Some(image) = Image::on_block_device(test, 256 << 20) else { return };
+    let volume = image.mount();
+    fs::write(volume.path("file"), b"never synced").unwrap();
     rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
     rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
     let said = unmount_by_helper(volume.image());

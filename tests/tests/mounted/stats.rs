@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use gpunvme_tests::direct::{Buffer, info};
 use gpunvme_tests::mounted::{Mounted, text};
@@ -230,6 +231,39 @@ fn prometheus_is_answered() {
     assert_eq!(refused.status.code(), Some(1), "{}", text(&refused));
     let refused = stats(&["--listen", "0.0.0.0:9108"], &volume.root()).output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{}", text(&refused));
+}
+
+#[test]
+fn neither_idle_clients_nor_a_stopped_daemon_hold_up_a_scrape() {
+    needs_mount!();
+    let (stopped, up) = (Mounted::new(), Mounted::new());
+    let listening = Listening::of(&mut stats(&["--listen", "127.0.0.1:0", stopped.root().to_str().unwrap()], &up.root()));
+    let scrape = || {
+        let begun = Instant::now();
+        let answer = listening.ask(b"GET /metrics HTTP/1.1\r\n\r\n");
+        (answer, begun.elapsed())
+    };
+    let idle: Vec<_> = (0..200).map(|_| TcpStream::connect(&listening.1).unwrap()).collect();
+    let (answer, took) = scrape();
+    assert!(answer.contains("200 OK") && took < Duration::from_secs(5), "{took:?}: {answer}");
+    drop(idle);
+    rustix::process::kill_process(stopped.daemon(), Signal::STOP).unwrap();
+    let scraped = [scrape(), scrape()];
+    let once = Command::new("timeout")
+        .args(["-s", "KILL", "60"])
+        .arg(programs::path("gpunvme"))
+        .args(["stats", "--prometheus"])
+        .args([stopped.root(), up.root()])
+        .output();
+    rustix::process::kill_process(stopped.daemon(), Signal::CONT).unwrap();
+    let once = String::from_utf8(once.unwrap().stdout).unwrap();
+    for (answer, took) in scraped.into_iter().chain([(once, Duration::ZERO)]) {
+        assert!(took < Duration::from_secs(10), "{took:?}");
+        for (mount, value) in [(stopped.root(), 0), (up.root(), 1)] {
+            assert!(answer.contains(&format!("gpunvme_up{{mount=\"{}\"}} {value}\n", mount.display())), "{answer}");
+        }
+    }
+    assert!(scrape().0.matches("} 1\n").count() >= 2, "who goes on is up again");
 }
 
 /// Each metric that the dashboard asks for is one that there is.

@@ -6,6 +6,7 @@ mod bench;
 mod describe;
 mod device;
 mod doctor;
+mod found;
 #[allow(unsafe_code)]
 mod gpu;
 mod grow;

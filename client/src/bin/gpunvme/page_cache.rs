@@ -1,6 +1,7 @@
 //! The commands `warm`, `cool` and `map --resident`: what the kernel has of files in its page
 //! cache.
 
+use crate::found::{self, Found};
 use crate::report::{self, Failure, Report};
 use gpunvme::File;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::io::{self, IsTerminal};
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// How much is read at once, in bytes: the kernel's own requests are no longer.
@@ -21,12 +22,12 @@ const PART: u64 = 16 << 20;
 
 /// Reads files into the page cache.
 pub fn warm(paths: &[PathBuf]) -> Result<Report, Failure> {
-    let files = all_files(paths)?;
+    let files = found::files(paths)?;
     let bar = bar(&files);
     let mut buffer = vec![0; STEP];
-    for (path, _) in &files {
-        let failed = |error| Failure(format!("{}: {error}", path.display()));
-        let file = fs::File::open(path).map_err(failed)?;
+    for found in &files {
+        let failed = |error| Failure(format!("{}: {error}", found.path.display()));
+        let Some(file) = found.open()? else { continue };
         let mut at = 0;
         // Holes would fill the page cache with zeros.
         while let Some(data) = next_data(&file, at).map_err(failed)? {
@@ -48,25 +49,25 @@ pub fn warm(paths: &[PathBuf]) -> Result<Report, Failure> {
     told(&files)
 }
 
-/// Where a file next has data, from a place on.
+/// Where a file next has data, from a place on. It may become shorter between the two questions.
 fn next_data(file: &fs::File, from: u64) -> io::Result<Option<Range<u64>>> {
-    let start = match seek(file, SeekFrom::Data(from)) {
-        Err(Errno::NXIO) => return Ok(None),
-        found => found?,
-    };
-    Ok(Some(start..seek(file, SeekFrom::Hole(start))?))
+    let ends = seek(file, SeekFrom::Data(from)).and_then(|start| Ok(start..seek(file, SeekFrom::Hole(start))?));
+    match ends {
+        Err(Errno::NXIO) => Ok(None),
+        data => Ok(Some(data?)),
+    }
 }
 
 /// Has the page cache drop files: what is dirty is written first.
 pub fn cool(paths: &[PathBuf]) -> Result<Report, Failure> {
-    let files = all_files(paths)?;
+    let files = found::files(paths)?;
     let bar = bar(&files);
-    for (path, size) in &files {
-        let failed = |error| Failure(format!("{}: {error}", path.display()));
-        let file = fs::File::open(path).map_err(failed)?;
+    for found in &files {
+        let failed = |error| Failure(format!("{}: {error}", found.path.display()));
+        let Some(file) = found.open()? else { continue };
         file.sync_data().map_err(failed)?;
         fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| failed(errno.into()))?;
-        bar.inc(*size);
+        bar.inc(found.size);
     }
     bar.finish_and_clear();
     told(&files)
@@ -91,52 +92,26 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
     Ok(report)
 }
 
-/// Regular files with their sizes, those in folders among them; links are not followed, and other
-/// filesystems not entered.
-fn all_files(paths: &[PathBuf]) -> Result<Vec<(PathBuf, u64)>, Failure> {
-    let mut files = Vec::new();
-    for path in paths {
-        // What is named must lie on a mount.
-        let named = fs::metadata(path).map_err(|error| Failure(format!("{}: {error}", path.display())))?;
-        if named.is_dir() {
-            gpunvme::Mount::open(path)?;
-        } else {
-            File::open(path)?;
-        }
-        let mut rest = vec![(path.clone(), named.clone())];
-        while let Some((path, found)) = rest.pop() {
-            let failed = |error| Failure(format!("{}: {error}", path.display()));
-            if found.is_file() {
-                files.push((path, found.len()));
-            } else if found.is_dir() && found.dev() == named.dev() {
-                for entry in fs::read_dir(&path).map_err(failed)? {
-                    let entry = entry.map_err(failed)?;
-                    rest.push((entry.path(), entry.metadata().map_err(failed)?));
-                }
-            }
-        }
-    }
-    files.sort();
-    Ok(files)
-}
-
-fn bar(files: &[(PathBuf, u64)]) -> ProgressBar {
+fn bar(files: &[Found]) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
     let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta}");
-    ProgressBar::new(files.iter().map(|(_, size)| size).sum()).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    let size = files.iter().map(|found| found.size).sum();
+    ProgressBar::new(size).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// What the page cache has of the files now.
-fn told(files: &[(PathBuf, u64)]) -> Result<Report, Failure> {
-    let size: u64 = files.iter().map(|(_, size)| size).sum();
-    let mut resident = 0;
-    for (path, size) in files {
-        resident += File::open(path)?.resident(0, *size)?.min(*size);
+/// What the page cache has now of those files that are there still.
+fn told(files: &[Found]) -> Result<Report, Failure> {
+    let (mut count, mut size, mut resident) = (0, 0, 0);
+    for found in files {
+        let Some(file) = found.open()? else { continue };
+        count += 1;
+        size += found.size;
+        resident += File::of(file, &found.path)?.resident(0, found.size)?.min(found.size);
     }
-    let mut report = Report::new(json!({ "files": files.len(), "size": size, "resident": resident }));
-    let noun = if files.len() == 1 { "file" } else { "files" };
-    report.text = format!("{} {noun}, {}: {} of it in the page cache\n", files.len(), report::size(size), report::size(resident));
+    let mut report = Report::new(json!({ "files": count, "size": size, "resident": resident }));
+    let noun = if count == 1 { "file" } else { "files" };
+    report.text = format!("{count} {noun}, {}: {} of it in the page cache\n", report::size(size), report::size(resident));
     Ok(report)
 }

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use std::fmt::{Display, Write};
 
 /// A sentence that ends the command.
+#[derive(Debug)]
 pub struct Failure(pub String);
 
 impl<E: std::error::Error> From<E> for Failure {

@@ -20,6 +20,9 @@ pub enum MountError {
     /// The device, the volume on it or the directory cannot be mounted.
     #[error("{0}")]
     Failed(String),
+    /// It was unmounted, and whether everything is on the device cannot be told.
+    #[error("{0}")]
+    Unknown(String),
 }
 
 impl MountError {
@@ -31,6 +34,7 @@ impl MountError {
             Self::Internal(_) => 4,
             Self::Interrupted => 8,
             Self::Failed(_) => 32,
+            Self::Unknown(_) => 64,
         }
     }
 }

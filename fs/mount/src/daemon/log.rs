@@ -20,13 +20,15 @@ const SYSLOG_SOCKET: &str = "/dev/log";
 /// The facility `daemon` of syslog(3).
 const FACILITY_DAEMON: u8 = 3;
 
+/// The variable whose filter replaces that of the option.
+const VARIABLE: &str = "RUST_LOG";
+
 /// Starts logging the events that pass `filter`; `RUST_LOG`, if set, replaces it.
 ///
 /// # Errors
 /// If the filter is not in the syntax of `RUST_LOG`.
 pub fn start(filter: &str, foreground: bool) -> Result<Arc<dyn front::Log>, MountError> {
-    let text = std::env::var("RUST_LOG").unwrap_or_else(|_| filter.to_owned());
-    let filter = parse(&text)?;
+    let Chosen { text, filter, ignored } = Chosen::of(filter, std::env::var(VARIABLE).ok())?;
     // An event that cannot be logged is lost. To say so on stderr would end the daemon where stderr
     // is full or closed.
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).log_internal_errors(false);
@@ -40,7 +42,34 @@ pub fn start(filter: &str, foreground: bool) -> Result<Arc<dyn front::Log>, Moun
         (log.try_init(), Log::started(text, handle))
     };
     started.map_err(|error| MountError::Internal(format!("logging: {error}")))?;
+    if let Some(why) = ignored {
+        tracing::warn!("the variable {VARIABLE} is ignored: {why}");
+    }
     Ok(log)
+}
+
+/// What is logged in the beginning.
+struct Chosen {
+    text: String,
+    filter: EnvFilter,
+    /// Why the variable is ignored.
+    ignored: Option<String>,
+}
+
+impl Chosen {
+    /// The variable's filter, or else the option's. A variable may be meant for other programs: a
+    /// wrong one is no reason not to mount.
+    fn of(option: &str, variable: Option<String>) -> Result<Chosen, MountError> {
+        let mut ignored = None;
+        if let Some(text) = variable.filter(|text| !text.trim().is_empty()) {
+            match parse(&text) {
+                Ok(filter) => return Ok(Chosen { text, filter, ignored }),
+                Err(why) => ignored = Some(why),
+            }
+        }
+        let wrong = |why| MountError::Usage(format!("option \"log\": {why}"));
+        Ok(Chosen { text: option.to_owned(), filter: parse(option).map_err(wrong)?, ignored })
+    }
 }
 
 /// The log that was started.
@@ -75,8 +104,11 @@ impl<S: 'static> front::Log for Log<S> {
 }
 
 /// A filter in the syntax of `RUST_LOG`. Errors pass any but `off`.
-fn parse(filter: &str) -> Result<EnvFilter, MountError> {
-    let wrong = |why: &dyn std::fmt::Display| MountError::Usage(format!("option \"log\": {filter:?}: {why}"));
+///
+/// # Errors
+/// Why it is none.
+fn parse(filter: &str) -> Result<EnvFilter, String> {
+    let wrong = |why: &dyn std::fmt::Display| format!("{filter:?}: {why}");
     // The syntax takes any word for the name of a program part.
     let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
     let is_known = |word: &str| word.contains(['=', '[']) || word.starts_with("gpunvme") || is_level(word);
@@ -169,16 +201,27 @@ mod tests {
 
     #[test]
     fn a_wrong_filter_is_refused() {
-        let error = parse("info,gpunvme_fuse=loud").unwrap_err();
+        let refused = |filter: &str| Chosen::of(filter, None).err().unwrap();
+        let error = refused("info,gpunvme_fuse=loud");
         assert!(error.to_string().starts_with("option \"log\": "), "{error}");
         assert_eq!(error.exit_code(), 1);
         for wrong in ["verbose", "warning", "info,loud", "banana,gpunvme_fuse=debug"] {
-            let error = parse(wrong).unwrap_err().to_string();
+            let error = refused(wrong).to_string();
             assert!(error.contains("is no level (off, error, warn, info, debug, trace)"), "{error}");
         }
         for right in ["", "off", "INFO", "2", "gpunvme_fuse", "gpunvme_fuse=debug", "info, gpunvme_engine=trace", "hyper=info"] {
             parse(right).unwrap_or_else(|error| panic!("{error}"));
         }
+    }
+
+    #[test]
+    fn a_variable_that_is_meant_for_other_programs_is_ignored() {
+        for (variable, chosen, is_ignored) in [("debug", "debug", false), ("", "warn", false), ("myapp", "warn", true)] {
+            let Chosen { text, ignored, .. } = Chosen::of("warn", Some(variable.to_owned())).unwrap();
+            assert_eq!((text.as_str(), ignored.is_some()), (chosen, is_ignored), "{variable:?}: {ignored:?}");
+        }
+        let ignored = Chosen::of("warn", Some("myapp".to_owned())).unwrap().ignored.unwrap();
+        assert!(ignored.starts_with("\"myapp\": \"myapp\" is no level"), "{ignored}");
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub mod background;
 pub mod error;
 mod filter;
 mod fusectl;
+mod last_word;
 pub mod lifecycle;
 mod limits;
 pub mod log;
@@ -184,7 +185,8 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
 }
 
 /// Releases those mounts of `device` of which `is_dead` says that no daemon will come back to them:
-/// they answer every access with an error.
+/// they answer every access with an error. That they name it is not enough: it may be another file
+/// by now, with a daemon that lives.
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
     let is_dead = |mount: &Mount| mount.is_ours() && attachment::is_at_its_place(mount) && is_dead(mount);
     for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {

@@ -10,6 +10,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::attachment::{self, AttachError, Attachment, attach};
 use super::error::MountError;
+use super::last_word::LastWord;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
 use super::settings::Transport;
@@ -21,6 +22,7 @@ use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::members::{self, ClaimedBy, GrowError};
+use gpunvme_programs::mounts::Mount;
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -65,7 +67,7 @@ impl std::fmt::Debug for Devices {
 pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>) -> Result<(), MountError> {
     let settings = &options.settings;
     let (device, superblock) = claim(options)?;
-    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, |_| true));
+    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, Mount::is_dead));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;
@@ -109,14 +111,15 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         })?;
         session.is_device(mount.dev());
         readahead::raise(mount.dev());
+        let last_word = LastWord::of(mount.dev());
         if !privileges::is_unprivileged()
             && let Err(error) = filter::apply()
         {
             tracing::warn!("the daemon's system calls are not filtered: {error}");
         }
-        Ok((session, mount))
+        Ok(((session, last_word), mount))
     });
-    let session = session.inspect_err(|_| {
+    let (session, last_word) = session.inspect_err(|_| {
         // Nothing has come of it: the next mount need not recover from that. Why there is no mount
         // matters more than this.
         let _ = fs.close();
@@ -128,11 +131,14 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     if let Err(error) = &claim {
         // At once: threads of the engine could still write.
         tracing::error!("{}: {error}", options.device);
+        last_word.say(false);
         std::process::exit(error.exit_code().into());
     }
     let closed = session.end();
     // Closed in any case: there may be data that only memory has.
-    let closed = closed.and(fs.close());
+    let written = fs.close();
+    last_word.say(written.is_ok());
+    let closed = closed.and(written);
     // Now umount(2) may return.
     let served = ended.finish();
     closed.map_err(|error| failed(options, &error))?;

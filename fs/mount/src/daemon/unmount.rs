@@ -6,17 +6,25 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use clap::Parser;
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
 use super::error::MountError;
+use super::last_word::Awaited;
 use gpunvme_blockdev::OpenMode;
-use gpunvme_programs::claim::{ClaimError, await_release, is_held};
+use gpunvme_programs::claim::{ClaimError, await_release, may_have_writer};
+use gpunvme_programs::limited::within;
 use gpunvme_programs::members;
 use gpunvme_programs::mounts::Mount;
-use gpunvme_programs::terminal::complain;
+
+/// How long the filesystem of a device may take to answer before the mount is taken away.
+const GLANCE_LIMIT: Duration = Duration::from_secs(1);
+/// How long the device may take after that: longer than a daemon to let go of it, and a controller
+/// to be brought up.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Unmounts a gpunvme volume. Usually called by umount(8)
 #[derive(Debug, Parser)]
@@ -52,35 +60,73 @@ impl Arguments {
             return Err(failed(&"not the mount of a gpunvme volume"));
         }
 
-        let source = mount.source.to_string_lossy();
-        // One that was killed has left the volume as it was.
-        let lives = is_held(&source);
-        let mut flags = UnmountFlags::empty();
+        let mut flags = UnmountFlags::NOFOLLOW;
         flags.set(UnmountFlags::DETACH, self.lazy);
         flags.set(UnmountFlags::FORCE, self.force);
-        release(&dir, flags).map_err(|error| failed(&why_not(error, &mount)))?;
+        let detach = || release(&dir, flags).map_err(|error| failed(&why_not(error, &mount)));
         if self.lazy {
+            // Nothing is waited for, so nothing is looked at: its filesystem may not answer.
+            return detach();
+        }
+        let source = mount.source.to_string_lossy().into_owned();
+        let last_word = Awaited::of(mount.dev);
+        // A daemon that was killed has left the volume as it was, one that only reads has nothing
+        // to lose.
+        let may_lose = match &last_word {
+            Some(word) => word.has_speaker(),
+            None => ask(GLANCE_LIMIT, &source, may_have_writer).unwrap_or(true),
+        };
+        detach()?;
+        if !self.force && Mount::all().is_ok_and(|mounts| mounts.iter().any(|other| other.dev == mount.dev)) {
+            // It is mounted elsewhere too, and so its daemon stays, unless it was cut off.
             return Ok(());
         }
         // Having the device, if only for a moment, means that its daemon is done.
-        match await_release(&source) {
-            Err(ClaimError::Held) => {
-                let why = "the daemon still has the device: mounted in another namespace too, or a slow device";
-                complain(format_args!("umount.fuse.gpunvme: {}: unmounted, but {why}", self.dir.display()));
-                Ok(())
-            }
-            Ok(()) if lives && !mount.is_read_only && is_unclean(&source) => Err(failed(
+        let released = ask(ANSWER_LIMIT, &source, await_release);
+        let is_clean = match last_word.and_then(|word| word.is_clean()) {
+            Some(is_clean) => Ok(is_clean),
+            None if may_lose => look(&source, released),
+            None => Ok(true),
+        };
+        match is_clean {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(failed(
                 &"unmounted, but the volume could not be written down: what was not synced before is lost; \
                   journalctl -t mount.gpunvme says why, and the next mount recovers the rest",
             )),
-            _ => Ok(()),
+            Err(why) => Err(MountError::Unknown(format!(
+                "{}: unmounted, but whether the volume was written down cannot be told: {why}",
+                self.dir.display()
+            ))),
         }
     }
 }
 
-/// Whether a volume was left with something in its journal; not where it cannot be read.
-fn is_unclean(source: &str) -> bool {
-    members::open(source, &[], OpenMode::ReadOnly).is_ok_and(|device| matches!(gpunvme_engine::is_clean(&device), Ok(false)))
+/// What a question about a device is answered with; `None` where its filesystem, or its driver,
+/// does not answer.
+fn ask<T: Send + 'static>(limit: Duration, device: &str, question: fn(&str) -> T) -> Option<T> {
+    let device = device.to_owned();
+    within(limit, move || question(&device))
+}
+
+/// Whether a volume was left with nothing in its journal, which this program can see for itself
+/// where it has its devices. The error says why it cannot.
+fn look(source: &str, released: Option<Result<(), ClaimError>>) -> Result<bool, String> {
+    let silent = || format!("{source} does not answer");
+    match released.ok_or_else(silent)? {
+        // It went on from what there was.
+        Err(ClaimError::Mounted(_)) => Ok(true),
+        Err(ClaimError::Held) => {
+            Err("the daemon still has the device: mounted in another namespace too, or a slow device".to_owned())
+        }
+        Err(error) => Err(format!("{source}: {error}")),
+        Ok(()) => ask(ANSWER_LIMIT, source, is_clean).ok_or_else(silent)?,
+    }
+}
+
+fn is_clean(source: &str) -> Result<bool, String> {
+    let device = members::open(source, &[], OpenMode::ReadOnly).map_err(|error| format!("{source}: {error}"))?;
+    gpunvme_engine::is_clean(&device).map_err(|error| error.to_string())
 }
 
 /// Why a mount is not to be unmounted by this user.

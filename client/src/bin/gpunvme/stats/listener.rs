@@ -1,13 +1,16 @@
-//! Answers Prometheus over HTTP: `GET /metrics`, one request a connection. A few threads take
-//! clients, so that one that is slow holds up no other. It listens on this machine only, because it
+//! Answers Prometheus over HTTP: `GET /metrics`, one request a connection. Each client has a
+//! thread, so that one that is slow holds up no other. It listens on this machine only, because it
 //! asks nobody who they are.
 
-use super::{Reading, prometheus};
+use super::clients::{Admitted, Client, Clients};
+use super::prometheus;
+use super::readers::{self, Reader};
 use crate::report::{Failure, Report};
 use gpunvme_programs::terminal::complain;
 use std::fs;
-use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -16,10 +19,10 @@ use std::time::{Duration, Instant};
 
 /// The longest request, in bytes.
 const REQUEST: usize = 8192;
-/// How long a client may take to send its request, and to take the answer.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Clients that are served at once; more of them wait for their turn.
-const CLIENTS: usize = 8;
+/// How long a client may take to send its request.
+const REQUEST_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a client may take to receive the answer.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Where to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,38 +50,20 @@ impl FromStr for Address {
     }
 }
 
-/// A client.
-trait Client: Read + Write {
-    fn limit(&self, patience: Duration) -> io::Result<()>;
-}
-
-impl Client for TcpStream {
-    fn limit(&self, patience: Duration) -> io::Result<()> {
-        self.set_read_timeout(Some(patience))?;
-        self.set_write_timeout(Some(patience))
-    }
-}
-
-impl Client for UnixStream {
-    fn limit(&self, patience: Duration) -> io::Result<()> {
-        self.set_read_timeout(Some(patience))?;
-        self.set_write_timeout(Some(patience))
-    }
-}
-
 /// Answers until it is interrupted.
 pub fn serve(address: &Address, mounts: &[PathBuf]) -> Result<Report, Failure> {
     super::exist(mounts)?;
+    let readers = Reader::start(mounts)?;
     match address {
         Address::Tcp(address) => {
             let listener = TcpListener::bind(address).map_err(|error| Failure(format!("{address}: {error}")))?;
             listening(&listener.local_addr()?.to_string());
-            answer_all(|| listener.accept().map(|(client, _)| client), mounts)
+            answer_all(|| listener.accept().map(|(client, _)| client.into()), &readers)
         }
         Address::Unix(path) => {
             let listener = bind(path).map_err(|error| Failure(format!("{}: {error}", path.display())))?;
             listening(&format!("unix:{}", path.display()));
-            answer_all(|| listener.accept().map(|(client, _)| client), mounts)
+            answer_all(|| listener.accept().map(|(client, _)| client.into()), &readers)
         }
     }
 }
@@ -87,18 +72,26 @@ fn listening(address: &str) {
     complain(format_args!("gpunvme: listening at {address}"));
 }
 
-/// Answers what `accept` brings, on several threads, as long as the process lives.
-fn answer_all<C: Client>(accept: impl Fn() -> io::Result<C> + Sync, mounts: &[PathBuf]) -> ! {
+/// Answers what `accept` brings, as long as the process lives.
+fn answer_all(accept: impl Fn() -> io::Result<OwnedFd>, readers: &[Reader]) -> ! {
+    let clients = Clients::default();
     std::thread::scope(|scope| {
-        let serve = || loop {
-            answer_next(accept(), mounts);
-        };
-        for _ in 1..CLIENTS {
-            // With fewer threads more clients wait.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, serve);
+        loop {
+            let served = accept().and_then(|socket| {
+                let client = clients.admit(socket);
+                // A client that goes away has no one to be told.
+                std::thread::Builder::new().spawn_scoped(scope, move || drop(answer(&client, readers)))
+            });
+            if served.is_err_and(|error| is_short(&error)) {
+                std::thread::sleep(Duration::from_secs(1)); // and the next one waits
+            }
         }
-        serve()
     })
+}
+
+/// Whether the system has no descriptor, no thread or no memory to give.
+fn is_short(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::EAGAIN))
 }
 
 /// A socket of this name, in place of one that no process listens at any more.
@@ -117,33 +110,25 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
     }
 }
 
-fn answer_next(client: io::Result<impl Client>, mounts: &[PathBuf]) {
-    // A client that goes away has no one to be told.
-    let answered = client.and_then(|mut client| answer(&mut client, mounts));
-    if answered.is_err_and(|error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM))) {
-        std::thread::sleep(Duration::from_secs(1)); // and the next one waits
-    }
-}
-
-fn answer(client: &mut impl Client, mounts: &[PathBuf]) -> io::Result<()> {
+fn answer(client: &Admitted<'_>, readers: &[Reader]) -> io::Result<()> {
     let begun = Instant::now();
     let mut request = Vec::new();
     let mut part = [0; 1024];
     // To the end of the header.
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        client.limit(left(begun)?)?;
-        let count = client.read(&mut part)?;
+        let count = client.receive(&mut part, left(REQUEST_PATIENCE, begun)?)?;
         if count == 0 || request.len() + count > REQUEST {
             return reply(client, "400 Bad Request", "text/plain", "the request is not complete, or too long\n");
         }
         request.extend_from_slice(&part[..count]);
     }
+    client.has_asked();
     let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
     let mut words = line.split(|byte| *byte == b' ');
     match (words.next(), words.next()) {
         (Some(b"GET"), Some(b"/metrics")) => {
             // A mount that is gone may come back, and hides no other.
-            let read: Vec<_> = mounts.iter().map(|mount| (mount.as_path(), Reading::of(mount))).collect();
+            let read = readers::read(readers);
             match read.iter().find_map(|(_, reading)| reading.as_ref().err()) {
                 Some(error) if read.iter().all(|(_, reading)| reading.is_err()) => {
                     reply(client, "503 Service Unavailable", "text/plain", &format!("{error}\n"))
@@ -156,14 +141,13 @@ fn answer(client: &mut impl Client, mounts: &[PathBuf]) -> io::Result<()> {
     }
 }
 
-fn reply(client: &mut impl Client, status: &str, content_type: &str, body: &str) -> io::Result<()> {
+fn reply(client: &Client, status: &str, content_type: &str, body: &str) -> io::Result<()> {
     let len = body.len();
     let head = format!("HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len}\r\nConnection: close\r\n\r\n");
     let (begun, answer) = (Instant::now(), head + body);
     let mut rest = answer.as_bytes();
     while !rest.is_empty() {
-        client.limit(left(begun)?)?;
-        match client.write(rest)? {
+        match client.send(rest, left(ANSWER_PATIENCE, begun)?)? {
             0 => return Err(io::ErrorKind::WriteZero.into()),
             written => rest = &rest[written..],
         }
@@ -171,9 +155,9 @@ fn reply(client: &mut impl Client, status: &str, content_type: &str, body: &str)
     Ok(())
 }
 
-/// What is left of a client's patience.
-fn left(begun: Instant) -> io::Result<Duration> {
-    let left = PATIENCE.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
+/// What is left of the patience with a client.
+fn left(patience: Duration, begun: Instant) -> io::Result<Duration> {
+    let left = patience.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
     left.ok_or_else(|| io::ErrorKind::TimedOut.into())
 }
 

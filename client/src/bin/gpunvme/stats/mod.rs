@@ -1,14 +1,17 @@
 //! The command `stats`: what a mount did since it was mounted; again and again (`--watch`), and for
 //! Prometheus, once or by a listener.
 
+mod clients;
 mod listener;
 mod prometheus;
+mod readers;
 pub mod table;
 mod watch;
 
 use crate::report::{self, Failure, Report};
 use gpunvme::{Metrics, Mount, OperationKind, Operations};
 use listener::Address;
+use readers::Reader;
 use serde_json::{Value, json};
 use std::fs;
 use std::io;
@@ -59,9 +62,9 @@ pub fn run(stats: &Stats, json: bool) -> Result<Report, Failure> {
     }
     if stats.prometheus {
         exist(&stats.mounts)?;
-        let readings: Vec<_> = stats.mounts.iter().map(|mount| (mount.as_path(), Reading::of(mount))).collect();
+        let readers = Reader::start(&stats.mounts)?;
         let mut report = Report::new(Value::Null);
-        report.text = prometheus::text(&readings);
+        report.text = prometheus::text(&readers::read(&readers));
         return Ok(report);
     }
     let [mount] = stats.mounts.as_slice() else {

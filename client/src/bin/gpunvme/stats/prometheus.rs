@@ -34,7 +34,7 @@ fn escaped(value: &str) -> String {
 }
 
 /// Everything that was counted of some mounts, and of each whether it could be asked.
-pub fn text(read: &[(&Path, gpunvme::Result<Reading>)]) -> String {
+pub fn text(read: &[(&Path, Result<Reading, String>)]) -> String {
     let mut text = Text::default();
     text.metric("gpunvme_up", "gauge", "Whether the mount answers.");
     for (mount, reading) in read {

@@ -61,8 +61,8 @@ impl Endpoint {
     pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Endpoint> {
         let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
         let server = Arc::new(Server::new(registry)?);
-        let name = socket_name(fs, device);
-        let socket = sockets::listen(&name, server.clone()).inspect_err(|error| tracing::debug!("{name}: {error}")).ok();
+        let socket = sockets::listen(fs.volume().superblock().volume_uuid(), server.clone());
+        let socket = socket.inspect_err(|error| error.log("there is no registration socket")).ok();
         let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
         Ok(Endpoint { server, rings, socket, device: device.to_owned(), serving: OnceLock::new(), since: Instant::now() })
     }
@@ -187,13 +187,4 @@ fn metric(kind: MetricKind, name: &str, reading: &Reading) -> Metric {
     let mut metric = Metric { kind, reserved: 0, name: [0; 24], begun, failed, bytes, nanoseconds, buckets };
     abi::put_text(&mut metric.name, name);
     metric
-}
-
-/// The name of a mount's socket, unique among mounts: copies of a volume share its UUID.
-fn socket_name(fs: &Filesystem, device: &str) -> String {
-    use std::hash::Hasher;
-    let mut hasher = rustc_hash::FxHasher::default();
-    hasher.write(device.as_bytes());
-    let uuid = u128::from_be_bytes(fs.volume().superblock().volume_uuid());
-    format!("{uuid:032x}-{:016x}.sock", hasher.finish())
 }

@@ -1,64 +1,50 @@
-//! The registration sockets of this machine's mounts, in one directory.
+//! The registration sockets of this machine's mounts, in one folder.
+//!
+//! Each has a name that no other ever had, and has it from when it listens until it is removed. So
+//! one at which nobody listens was left by a daemon that was killed, and any daemon removes it.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gpunvme_gpupath::server::Server;
-use gpunvme_gpupath::socket::Listener;
-use rustix::fs::{FlockOperation, Mode, flock};
+use gpunvme_gpupath::socket::{Listener, NOT_LISTENING};
+use gpunvme_programs::random::random;
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// Directory of the sockets.
-const DIRECTORY: &str = "/run/gpunvme";
-/// A file in it, which a daemon locks while it makes its socket.
-const LOCK: &str = "lock";
-/// How long a daemon waits for others that make theirs: that takes them moments.
-const PATIENCE: Duration = Duration::from_secs(2);
-const POLL: Duration = Duration::from_millis(10);
+use crate::run_folder::{self, RunFolderError};
 
-/// Listens at a name in that directory, and removes the sockets of daemons that were killed.
+/// The extension of a socket's name.
+const SOCKET: &str = "sock";
+/// How old a socket is at the least that will not listen any more: daemons take moments for that.
+const LEFT: Duration = Duration::from_secs(60);
+
+/// Listens for the mount of a volume with this UUID, and removes the sockets of daemons that were
+/// killed.
 ///
 /// # Errors
-/// Nothing can be put into the directory.
-pub(crate) fn listen(name: &str, server: Arc<Server>) -> io::Result<Listener> {
-    fs::create_dir_all(DIRECTORY)?;
-    let directory = Path::new(DIRECTORY);
-    // A socket that is bound and does not listen yet looks like one that was left. One daemon at a
-    // time.
-    let _lock = match lock(&directory.join(LOCK), PATIENCE) {
-        Ok(lock) => {
-            remove_abandoned(directory)?;
-            Some(lock)
-        }
-        Err(error) => {
-            tracing::warn!("{DIRECTORY}: sockets of daemons that were killed stay there: {error}");
-            None
-        }
-    };
+/// Nothing can be put into the folder, or what is in it cannot be trusted.
+pub(crate) fn listen(uuid: [u8; 16], server: Arc<Server>) -> Result<Listener, RunFolderError> {
+    let folder = run_folder::made()?;
+    remove_abandoned(folder)?;
+    let name = name(uuid).map_err(io::Error::other)?;
     // Every user may register: the mount's permissions decide what buffers can be used for.
-    Listener::bind(&directory.join(name), Mode::from_raw_mode(0o666), server)
+    Ok(Listener::bind(&folder.join(name), Mode::from_raw_mode(0o666), server)?)
 }
 
-/// Locks a file that only its owner can open: a lock of another user would hold up all mounts.
-fn lock(path: &Path, patience: Duration) -> io::Result<File> {
-    let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(path)?;
-    let begun = Instant::now();
-    loop {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if begun.elapsed() < patience => thread::sleep(POLL),
-            locked => return Ok(locked.map(|()| file)?),
-        }
-    }
+/// A name for the socket of one mount: copies of a volume share its UUID, and their path where they
+/// lie in different mount namespaces.
+fn name(uuid: [u8; 16]) -> Result<String, String> {
+    let [uuid, random] = [uuid, random()?].map(u128::from_be_bytes);
+    Ok(format!("{uuid:032x}-{:016x}.{SOCKET}", random as u64))
 }
 
-fn remove_abandoned(directory: &Path) -> io::Result<()> {
-    for left in abandoned(directory)? {
+fn remove_abandoned(folder: &Path) -> io::Result<()> {
+    for left in abandoned(folder)? {
         match fs::remove_file(&left) {
             Ok(()) => tracing::debug!("{}: removed the socket of a daemon that was killed", left.display()),
             Err(error) => tracing::debug!("{}: {error}", left.display()),
@@ -67,37 +53,38 @@ fn remove_abandoned(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The sockets in a directory that no daemon listens on.
-fn abandoned(directory: &Path) -> io::Result<Vec<PathBuf>> {
-    let paths = fs::read_dir(directory)?.flatten().map(|entry| entry.path());
-    Ok(paths.filter(|path| path.extension().is_some_and(|extension| extension == "sock") && is_abandoned(path)).collect())
+/// The sockets in a folder that no daemon listens on, nor is about to.
+fn abandoned(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let paths = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+    let is_left = |path: &PathBuf| match path.extension().and_then(|extension| extension.to_str()) {
+        Some(SOCKET) => is_deaf(path),
+        Some(NOT_LISTENING) => is_deaf(path) && is_old(path),
+        _ => false,
+    };
+    Ok(paths.filter(is_left).collect())
 }
 
-fn is_abandoned(path: &Path) -> bool {
+/// Whether nobody listens at a socket.
+fn is_deaf(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None) else { return false };
     let Ok(address) = SocketAddrUnix::new(path) else { return false };
     connect(&socket, &address) == Err(Errno::CONNREFUSED)
 }
 
+fn is_old(path: &Path) -> bool {
+    let made = fs::symlink_metadata(path).and_then(|status| status.modified());
+    made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > LEFT))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::time::SystemTime;
 
+    use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
     use rustix::net::{bind, listen, socket};
 
     use super::*;
-
-    #[test]
-    fn a_lock_that_is_held_holds_up_nobody_for_long() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join(LOCK);
-        let held = lock(&path, PATIENCE).unwrap();
-        assert_eq!(held.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(lock(&path, 2 * POLL).unwrap_err().kind(), io::ErrorKind::WouldBlock);
-        drop(held);
-        lock(&path, PATIENCE).unwrap();
-    }
 
     #[test]
     fn only_a_socket_without_a_listener_is_abandoned() {
@@ -113,9 +100,22 @@ mod tests {
         drop(bound("left.sock"));
         fs::write(path("file.sock"), "").unwrap();
         drop(bound("other"));
+        let _about_to_listen = bound("starting.new");
+        drop(bound("stopped.new"));
+        let then = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap() - 2 * LEFT;
+        let then = Timespec { tv_sec: then.as_secs() as i64, tv_nsec: 0 };
+        let times = Timestamps { last_access: then, last_modification: then };
+        utimensat(CWD, path("stopped.new"), &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
         let mut found = abandoned(directory.path()).unwrap();
         found.sort();
         // Whatever a file of that name is, no daemon listens on it.
-        assert_eq!(found, [path("file.sock"), path("left.sock")]);
+        assert_eq!(found, [path("file.sock"), path("left.sock"), path("stopped.new")]);
+    }
+
+    #[test]
+    fn no_two_mounts_of_copies_share_a_name() {
+        let [one, other] = [(); 2].map(|()| name([7; 16]).unwrap());
+        assert_ne!(one, other);
+        assert!(one.starts_with(&"07".repeat(16)) && one.len() == other.len());
     }
 }
