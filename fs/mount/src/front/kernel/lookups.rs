@@ -29,8 +29,9 @@ use gpunvme_engine::sharded::Sharded;
 const fn slot<T>() -> usize {
     (size_of::<(u64, T)>() + 1) * 8 / 7
 }
-/// Memory of what the kernel has of a file that was read, which as a rule is one run of pages.
-const CACHED: usize = 64;
+/// Memory, in bytes, for what the kernel has of the files of one shard. As a rule that is one run of
+/// pages for each; beyond this it becomes one for every file that is used.
+const CACHED: usize = 4 << 20;
 /// A table with fewer entries than one in so many of those that it has room for becomes smaller.
 const SPARSE: usize = 8;
 
@@ -51,6 +52,8 @@ struct Shard {
     /// Answers that gave an inode to the kernel, less those that it has forgotten. Never zero.
     lookups: FxHashMap<u64, u64>,
     inodes: FxHashMap<u64, Known>,
+    /// Memory of their page caches, in bytes.
+    cached: usize,
 }
 
 impl Shard {
@@ -63,9 +66,31 @@ impl Shard {
         !leaving
     }
 
-    /// Further state of an inode that the kernel knows, or that is an orphan.
-    fn known(&mut self, ino: u64) -> Option<&mut Known> {
-        if self.lookups.contains_key(&ino) { Some(self.inodes.entry(ino).or_default()) } else { self.inodes.get_mut(&ino) }
+    /// Uses what the kernel has of an inode that it knows, or that is an orphan.
+    fn of_known<T>(&mut self, ino: u64, using: impl FnOnce(&mut PageCache) -> T) -> Option<T> {
+        if self.lookups.contains_key(&ino) {
+            self.inodes.entry(ino).or_default();
+        }
+        self.of(ino, using)
+    }
+
+    /// Uses what the kernel has of an inode, if something is known of that.
+    fn of<T>(&mut self, ino: u64, using: impl FnOnce(&mut PageCache) -> T) -> Option<T> {
+        let page_cache = &mut self.inodes.get_mut(&ino)?.page_cache;
+        let others = self.cached - page_cache.memory();
+        let result = using(page_cache);
+        if others + page_cache.memory() > CACHED {
+            page_cache.condense();
+        }
+        self.cached = others + page_cache.memory();
+        Some(result)
+    }
+
+    /// Forgets an inode, but for its count.
+    fn forget(&mut self, ino: u64) {
+        if let Some(gone) = self.inodes.remove(&ino) {
+            self.cached -= gone.page_cache.memory();
+        }
     }
 }
 
@@ -118,7 +143,7 @@ impl Lookups {
         let Some(node) = shard.inodes.get_mut(&ino) else { return false };
         node.leaving = node.orphan;
         if !node.orphan {
-            shard.inodes.remove(&ino);
+            shard.forget(ino);
             shrink(&mut shard.inodes);
             return false;
         }
@@ -145,30 +170,26 @@ impl Lookups {
     /// Memory for all this, in bytes.
     pub fn memory(&self) -> usize {
         let of = |shard: MutexGuard<'_, Shard>| {
-            let Shard { lookups, inodes } = &*shard;
-            lookups.capacity() * slot::<u64>() + inodes.capacity() * slot::<Known>() + inodes.len() * CACHED
+            let Shard { lookups, inodes, cached } = &*shard;
+            lookups.capacity() * slot::<u64>() + inodes.capacity() * slot::<Known>() + cached
         };
         self.shards.lock_each().map(of).sum()
     }
 
     /// As [`PageCache::read`].
     pub fn reads(&self, ino: u64, range: Range<u64>) {
-        if let Some(node) = self.shards.lock(ino).known(ino) {
-            node.page_cache.read(range);
-        }
+        self.shards.lock(ino).of_known(ino, |cache| cache.read(range));
     }
 
     /// As [`PageCache::note`], of bytes that the kernel sends.
     pub fn writes(&self, ino: u64, range: Range<u64>) {
-        if let Some(node) = self.shards.lock(ino).known(ino) {
-            node.page_cache.note(range);
-        }
+        self.shards.lock(ino).of_known(ino, |cache| cache.note(range));
     }
 
     /// As [`PageCache::is_overtaken`].
     #[must_use]
     pub fn is_overtaken(&self, ino: u64, range: Range<u64>) -> bool {
-        self.shards.lock(ino).inodes.get_mut(&ino).is_some_and(|node| node.page_cache.is_overtaken(range))
+        self.shards.lock(ino).of(ino, |cache| cache.is_overtaken(range)).unwrap_or(false)
     }
 
     /// As [`PageCache::may_have`].
@@ -185,15 +206,13 @@ impl Lookups {
         beside_writes: bool,
     ) -> (u64, Vec<Range<u64>>) {
         let number = self.invalidations.fetch_add(1, Ordering::Relaxed);
-        let mut shard = self.shards.lock(ino);
-        (number, shard.known(ino).map_or_else(Vec::new, |node| node.page_cache.begin(number, ranges, stored, beside_writes)))
+        let begin = |cache: &mut PageCache| cache.begin(number, ranges, stored, beside_writes);
+        (number, self.shards.lock(ino).of_known(ino, begin).unwrap_or_default())
     }
 
     /// As [`PageCache::end`].
     pub fn end_invalidation(&self, ino: u64, number: u64, done: bool) {
-        if let Some(node) = self.shards.lock(ino).inodes.get_mut(&ino) {
-            node.page_cache.end(number, done);
-        }
+        self.shards.lock(ino).of(ino, |cache| cache.end(number, done));
     }
 
     /// Notes that an inode has a name again.
@@ -205,7 +224,7 @@ impl Lookups {
 
     /// Notes that an inode is gone.
     pub fn removed(&self, ino: u64) {
-        self.shards.lock(ino).inodes.remove(&ino);
+        self.shards.lock(ino).forget(ino);
     }
 
     /// The orphans that are still counted. For the end of a mount, when no process uses it any
@@ -220,6 +239,7 @@ impl Lookups {
 
 #[cfg(test)]
 mod tests {
+    use super::super::page_cache::PAGE;
     use super::*;
 
     #[test]
@@ -266,5 +286,22 @@ mod tests {
         assert!(lookups.shards.lock_each().all(|shard| shard.inodes.is_empty()));
         assert!(!(0..KNOWN).any(|ino| lookups.forget(ino, 1)));
         assert!(lookups.memory() < 4096, "{}", lookups.memory());
+    }
+
+    #[test]
+    fn what_the_kernel_has_of_many_files_takes_bounded_memory_and_is_not_forgotten() {
+        const FILES: u64 = 20_000;
+        let lookups = Lookups::default();
+        let page = |n: u64| n * 2 * PAGE..n * 2 * PAGE + 1;
+        for ino in 0..FILES {
+            assert!(lookups.look_up(ino));
+            (0..200).for_each(|n| lookups.reads(ino, page(n)));
+        }
+        // 80 MB would tell all of them apart.
+        let most = 16 * CACHED + FILES as usize * 300;
+        assert!(lookups.memory() < most, "{} of {most}", lookups.memory());
+        assert!((0..FILES).all(|ino| [0, 77, 199].into_iter().all(|n| lookups.may_have(ino, std::iter::once(page(n))))));
+        assert!(!(0..FILES).any(|ino| lookups.forget(ino, 1)));
+        assert!(lookups.shards.lock_each().all(|shard| shard.cached == 0));
     }
 }

@@ -25,6 +25,8 @@ use std::ops::Range;
 
 /// Runs of pages that are told apart. 16 KiB of memory at the most.
 const RUNS: usize = 1024;
+/// Bytes of a run in memory.
+const RUN: usize = size_of::<Range<u64>>();
 /// Bytes of a page of the kernel's cache.
 pub(crate) const PAGE: u64 = 4096;
 
@@ -61,6 +63,23 @@ struct Invalidation {
 }
 
 impl PageCache {
+    /// Memory that it has allocated, in bytes.
+    pub fn memory(&self) -> usize {
+        let runs = self.overtaking.as_ref().map_or(0, |o| size_of::<Overtaking>() + o.invalidated.memory() + o.read.memory());
+        let invalidations = self.invalidations.iter().map(|i| i.gone.memory() + i.ranges.capacity() * RUN).sum::<usize>();
+        self.pages.memory() + runs + self.invalidations.capacity() * size_of::<Invalidation>() + invalidations
+    }
+
+    /// Gives up telling runs of pages apart: takes the kernel to have all pages between the first
+    /// and the last, which costs invalidations too many and little memory.
+    pub fn condense(&mut self) {
+        self.pages.condense();
+        if let Some(overtaking) = &mut self.overtaking {
+            overtaking.invalidated.condense();
+            overtaking.read.condense();
+        }
+    }
+
     /// Notes that the kernel asks for bytes. To be called before it is looked up what the file
     /// holds.
     pub fn read(&mut self, range: Range<u64>) {
@@ -157,6 +176,17 @@ struct PageRuns {
 }
 
 impl PageRuns {
+    fn memory(&self) -> usize {
+        self.runs.capacity() * RUN
+    }
+
+    /// Makes one run of all, with the gaps between them.
+    fn condense(&mut self) {
+        if let (Some(first), Some(last)) = (self.runs.first(), self.runs.last()) {
+            self.runs = vec![first.start..last.end];
+        }
+    }
+
     /// The runs that a range overlaps, or, with `beside`, that it touches.
     fn around(&self, range: &Range<u64>, beside: bool) -> Range<usize> {
         let beside = u64::from(beside);
@@ -304,6 +334,21 @@ mod tests {
             assert!(cache.pages.runs.len() <= RUNS);
         }
         assert_eq!(cache.pages.runs, [bytes(0..pages)]);
+    }
+
+    #[test]
+    fn what_is_condensed_has_no_page_too_few_and_takes_little_memory() {
+        let mut cache = PageCache::default();
+        invalidate(&mut cache, 0..1);
+        (0..500).for_each(|n| cache.note(bytes(3 * n..3 * n + 1)));
+        (0..100).for_each(|n| drop(invalidate(&mut cache, 9 * n..9 * n + 1)));
+        cache.read(bytes(9..10));
+        assert!(cache.memory() > 500 * RUN);
+        cache.condense();
+        assert!(cache.memory() < 100 * RUN, "{}", cache.memory());
+        assert!((0..500).all(|n| has(&cache, 3 * n)));
+        assert!(cache.is_overtaken(bytes(9..10)), "what was read since its invalidation stays so");
+        assert!(!cache.is_overtaken(bytes(2000..2001)));
     }
 
     #[test]
