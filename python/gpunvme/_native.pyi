@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, final, overload
 from typing_extensions import disjoint_base
 
 from gpunvme._error import Error
-from gpunvme._types import Array, ArrayStats, Caching, Info, Memory, Require, Stats
+from gpunvme._types import AnyPath, Array, ArrayStats, Caching, Info, Memory, Require, Stats
 
 __all__ = [
     "Attached",
@@ -96,7 +96,7 @@ class LentMemory:
 
 @final
 class Mount:
-    def __new__(cls, path: str | os.PathLike[str]) -> Self: ...
+    def __new__(cls, path: AnyPath) -> Self: ...
     @property
     def path(self) -> str: ...
     def info(self) -> Info: ...

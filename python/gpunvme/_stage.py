@@ -146,6 +146,8 @@ def running(
     options: Iterable[str] = (),
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs the command while the block waits for it, and raises what it complained of."""
+    if isinstance(include, str):
+        raise TypeError(f"include is one text, {include!r}: give a list of patterns")
     command = shutil.which("gpunvme")
     if command is None:
         raise FileNotFoundError("the command gpunvme is not in PATH: install it (scripts/install)")

@@ -57,7 +57,9 @@ fn moved<'py>(py: Python<'py>, moved: &Moved) -> PyResult<Bound<'py, PyDict>> {
 #[pymethods]
 impl Mount {
     #[new]
-    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Mount> {
+    fn new(py: Python<'_>, path: &Bound<'_, PyAny>) -> PyResult<Mount> {
+        // As everywhere, a path may be bytes.
+        let path: PathBuf = py.import("os")?.call_method1("fsdecode", (path,))?.extract()?;
         let session = py.detach(|| Session::of(&path, None)).map_err(|error| raised(py, &error))?;
         Ok(Mount { path, session: Mutex::new(Some(session)) })
     }

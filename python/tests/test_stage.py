@@ -47,6 +47,11 @@ def test_what_the_command_says_is_raised(folder, source):
         gpunvme.stage("s3://bucket/../other", folder)
 
 
+def test_a_pattern_alone_is_no_list_of_letters(folder, source):
+    with pytest.raises(TypeError, match="give a list of patterns"):
+        gpunvme.stage(source, folder, include="*.bin")
+
+
 def test_lines_that_are_no_progress_are_what_the_command_says(folder, source, tmp_path, monkeypatch):
     """What a store answers can be in them."""
     command = tmp_path / "bin" / "gpunvme"

@@ -1,10 +1,14 @@
 """`gpunvme stats --prometheus`, read by Prometheus's own parser."""
 
+import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from conftest import program
 from prometheus_client.parser import text_string_to_metric_families
+
+import gpunvme
 
 
 def test_prometheus_reads_what_stats_prints(folder: Path) -> None:
@@ -27,3 +31,10 @@ def test_prometheus_reads_what_stats_prints(folder: Path) -> None:
             if sample.name.endswith("_count"):
                 assert sample.value == last[operation], "the last bucket has all"
         assert last
+
+
+def test_a_mount_may_be_named_by_bytes(folder: Path) -> None:
+    with gpunvme.Mount(os.fsencode(folder)) as mount:
+        assert mount.path == str(folder)
+    with pytest.raises(TypeError):
+        gpunvme.Mount(7)  # type: ignore[arg-type]
