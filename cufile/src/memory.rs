@@ -20,12 +20,23 @@ pub fn at(address: u64) -> Result<Option<Allocation>> {
     }
 }
 
-/// Where the processor finds what was found at an address, if it is memory of the host.
-pub fn on_host(found: Option<Allocation>, address: u64) -> Option<u64> {
+/// Whether what was found at an address is memory of the host.
+pub fn is_on_host(found: Option<Allocation>) -> bool {
+    found.is_none_or(|found| found.place == Place::Host)
+}
+
+/// Where the processor finds a range, if what was found at its address is memory of the host.
+///
+/// # Errors
+/// [`Code::PointerRange`] where it reaches beyond memory that has another address for the
+/// processor: behind that is memory which the caller did not mean.
+pub fn on_host(found: Option<Allocation>, address: u64, len: u64) -> Result<Option<u64>> {
     match found {
-        None => Some(address),
-        Some(Allocation { place: Place::Host, host, base, .. }) => Some(host.map_or(address, |host| host + (address - base))),
-        Some(_) => None,
+        Some(Allocation { place: Place::Host, host: Some(host), base, len: all, .. }) if host != base => {
+            let within = address - base;
+            if within.saturating_add(len) > all { Err(Code::PointerRange.into()) } else { Ok(Some(host + within)) }
+        }
+        found => Ok(is_on_host(found).then_some(address)),
     }
 }
 
@@ -112,4 +123,28 @@ pub fn duplicate(number: i32) -> std::result::Result<OwnedFd, Errno> {
     }
     // SAFETY: the kernel made it just now, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_with_another_address_for_the_processor_is_used_to_its_end_and_no_further() {
+        let pinned = |host| Allocation {
+            place: Place::Host,
+            base: 0x1000,
+            len: 0x100,
+            host,
+            buffer_id: 1,
+            primary: true,
+            by_kernel: true,
+        };
+        let apart = Some(pinned(Some(0x9000)));
+        assert_eq!(on_host(apart, 0x1010, 0xf0).unwrap(), Some(0x9010));
+        assert!(on_host(apart, 0x1010, 0xf1).is_err());
+        // What follows memory that has one address is the application's own affair.
+        assert_eq!(on_host(Some(pinned(Some(0x1000))), 0x1010, 0x1000).unwrap(), Some(0x1010));
+        assert_eq!(on_host(None, 0x1010, 0x1000).unwrap(), Some(0x1010));
+    }
 }

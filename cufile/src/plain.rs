@@ -27,7 +27,7 @@ const KEPT: usize = 16;
 /// The range is memory of the application's, which nothing else uses until this returns.
 pub unsafe fn transfer(file: BorrowedFd<'_>, direction: Direction, range: Range) -> Result<usize> {
     let found = memory::at(range.address)?;
-    if let Some(address) = memory::on_host(found, range.address) {
+    if let Some(address) = memory::on_host(found, range.address, range.len as u64)? {
         // SAFETY: the processor finds the same memory there.
         return unsafe { ordinary(file, direction, Range { address, ..range }) };
     }

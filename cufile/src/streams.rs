@@ -315,8 +315,8 @@ impl Observer for Watch {
         unsafe { self.request.store(result) }
     }
 
-    /// The application may have freed what the request points to. It learns from CUDA that nothing
-    /// of the stream was done.
+    /// The application may have freed what the request points to. It learns from CUDA that the
+    /// stream did not finish.
     fn abandoned(&mut self, outcome: &gpunvme::Result<Transfer>) {
         let result = self.counted(outcome);
         tracing::warn!(result, "the context of a stream died before a request in it was done");

@@ -105,7 +105,7 @@ unsafe fn on_mount(open: &Open, on: &MountFile, direction: Direction, range: Ran
 pub fn transfers<'a>(open: &Open, on: &'a MountFile, range: Range) -> Result<Option<&'a Transfers>> {
     let registered = open.buffers.cover(range.address, range.len as u64);
     on.mount.transfers(registered).or_else(|failure| match memory::at(range.address) {
-        Ok(found) if memory::on_host(found, range.address).is_some() => Ok(None),
+        Ok(found) if memory::is_on_host(found) => Ok(None),
         _ => Err(failure),
     })
 }
@@ -116,7 +116,8 @@ pub fn transfers<'a>(open: &Open, on: &'a MountFile, range: Range) -> Result<Opt
 /// As for [`perform`].
 #[allow(unsafe_code)]
 pub unsafe fn by_calls(on: &MountFile, direction: Direction, range: Range) -> Result<Done> {
-    let address = memory::on_host(memory::at(range.address)?, range.address).unwrap_or(range.address);
+    let found = memory::at(range.address)?;
+    let address = memory::on_host(found, range.address, range.len as u64)?.unwrap_or(range.address);
     // SAFETY: as the caller says; the processor finds the same memory there.
     let bytes = unsafe { plain::ordinary(on.file.as_fd(), direction, Range { address, ..range }) }?;
     Ok(Done { bytes, way: Way::MountByCall })

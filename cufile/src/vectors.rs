@@ -100,7 +100,7 @@ unsafe fn on_mount(open: &Open, on: &MountFile, direction: Direction, ranges: &[
     }
     let kind = |range: &Range| match memory::at(range.address) {
         Ok(None) => Kind::ByCalls,
-        Ok(found) if transfers.is_err() && memory::on_host(found, range.address).is_some() => Kind::ByCalls,
+        Ok(found) if transfers.is_err() && memory::is_on_host(found) => Kind::ByCalls,
         Ok(Some(_)) | Err(_) => Kind::Known { registered: is_registered(range) },
     };
     let kinds: Vec<Kind> = ranges.iter().map(kind).collect();

@@ -248,7 +248,7 @@ impl Service {
     /// Begins a step.
     fn begin(&mut self, id: usize, step: usize) {
         let active = &mut self.requests[id];
-        if active.begun == 0 {
+        if active.begun == 0 && !active.job.is_given_up() {
             active.come_to();
         }
         active.begun += 1;

@@ -49,8 +49,12 @@ impl MetaLock {
         self.spin(free).unwrap_or_else(|| self.meta.write())
     }
 
-    /// Lets the threads that wait for the lock by now have it before the caller has it again.
+    /// Lets the threads that wait for the lock by now have it before the caller has it again: those
+    /// that sleep, and those that spin, which look for it all the time.
     pub fn let_others_in(&self) {
+        if self.looks == LOOKS_OF_MANY {
+            (0..LOOKS).for_each(|_| spin_loop());
+        }
         RwLockWriteGuard::bump(&mut self.meta.write());
     }
 

@@ -5,12 +5,14 @@
 //! machine's daemons for as long as it serves a mount, named after the number that files on the
 //! mount show in `st_dev`, and a lock on it. The helper opens it before it unmounts. The daemon
 //! writes its last word into it, before it lets go of the device, and removes it. A file without a
-//! lock is that of a daemon that was killed.
+//! lock is that of a daemon that was killed, perhaps of another mount: it tells nothing.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
@@ -18,6 +20,8 @@ use crate::run_folder::{self, RunFolderError};
 
 const CLEAN: &[u8] = b"clean\n";
 const LOST: &[u8] = b"lost\n";
+/// Time between two looks at whether it was said.
+const POLL: Duration = Duration::from_millis(5);
 
 /// The last word of this process, before it is said.
 pub struct LastWord(Option<(PathBuf, File)>);
@@ -48,15 +52,24 @@ impl LastWord {
 pub struct Awaited(File);
 
 impl Awaited {
-    /// Of the daemon of the mount with this number; `None` where no word of it can be had. To be
-    /// called before the mount is taken away: then no other has the number.
+    /// Of the daemon of the mount with this number; `None` where there is none that lives and will
+    /// say one. To be called before the mount is taken away: then no other has the number.
     pub fn of(dev: u64) -> Option<Awaited> {
-        open(&path(run_folder::existing().ok()?, dev)).ok().flatten().map(Awaited)
+        let awaited = Awaited(open(&path(run_folder::existing().ok()?, dev)).ok()??);
+        awaited.has_speaker().then_some(awaited)
     }
 
     /// Whether the daemon lives that would say it.
     pub fn has_speaker(&self) -> bool {
         flock(&self.0, FlockOperation::NonBlockingLockShared).is_err()
+    }
+
+    /// Waits until it is said, or the daemon is gone, but not for longer than `limit`.
+    pub fn wait(&self, limit: Duration) {
+        let start = Instant::now();
+        while self.has_speaker() && start.elapsed() < limit {
+            thread::sleep(POLL);
+        }
     }
 
     /// Whether everything is on the device; `None` as long as nothing was said.
@@ -75,16 +88,17 @@ fn path(folder: &Path, dev: u64) -> PathBuf {
     folder.join(format!("{}:{}.last-word", rustix::fs::major(dev), rustix::fs::minor(dev)))
 }
 
-/// A new file, in place of one that a daemon left which was killed.
+/// A new file, in place of one that a daemon left which was killed. It is root's alone, so that no
+/// other user can have a lock on it, and has the lock when it appears.
 fn make(path: PathBuf) -> io::Result<(PathBuf, File)> {
-    match fs::remove_file(&path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    let new = path.with_extension(format!("new-{}", std::process::id()));
+    let file = File::options().write(true).create(true).truncate(true).custom_flags(libc::O_NOFOLLOW).mode(0o600).open(&new)?;
+    let named =
+        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from).and_then(|()| fs::rename(&new, &path));
+    if let Err(error) = named {
+        let _ = fs::remove_file(new); // that there is no word matters more
+        return Err(error);
     }
-    let file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
-    // Before others can open it, and have a lock.
-    flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-    file.set_permissions(fs::Permissions::from_mode(0o644))?;
     Ok((path, file))
 }
 
@@ -107,7 +121,14 @@ mod tests {
             let word = LastWord(Some(make(path.clone()).unwrap()));
             let awaited = Awaited(open(&path).unwrap().unwrap());
             assert!(awaited.is_clean().is_none() && awaited.has_speaker());
-            word.say(is_clean);
+            awaited.wait(Duration::from_millis(1));
+            assert!(awaited.has_speaker(), "not for longer");
+            let speaker = thread::spawn(move || {
+                thread::sleep(Duration::from_millis(20));
+                word.say(is_clean);
+            });
+            awaited.wait(Duration::from_secs(60));
+            speaker.join().unwrap();
             assert_eq!(awaited.is_clean(), Some(is_clean));
             assert!(!awaited.has_speaker() && !path.exists());
         }

@@ -22,9 +22,15 @@ use gpunvme_programs::mounts::Mount;
 
 /// How long the filesystem of a device may take to answer before the mount is taken away.
 const GLANCE_LIMIT: Duration = Duration::from_secs(1);
+/// How long a daemon may take to write everything down. It never does where it is mounted in another
+/// mount namespace, too.
+const WORD_LIMIT: Duration = Duration::from_secs(10);
 /// How long the device may take after that: longer than a daemon to let go of it, and a controller
 /// to be brought up.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+
+/// Why a daemon was not waited for to its end.
+const STILL_BUSY: &str = "the daemon still has the device: mounted in another namespace too, or a slow device";
 
 /// Unmounts a gpunvme volume. Usually called by umount(8)
 #[derive(Debug, Parser)]
@@ -70,23 +76,26 @@ impl Arguments {
         }
         let source = mount.source.to_string_lossy().into_owned();
         let last_word = Awaited::of(mount.dev);
-        // A daemon that was killed has left the volume as it was, one that only reads has nothing
-        // to lose.
-        let may_lose = match &last_word {
-            Some(word) => word.has_speaker(),
-            None => ask(GLANCE_LIMIT, &source, may_have_writer).unwrap_or(true),
-        };
+        let may_lose = last_word.is_some() || may_lose(&mount, &source);
         detach()?;
-        if !self.force && Mount::all().is_ok_and(|mounts| mounts.iter().any(|other| other.dev == mount.dev)) {
-            // It is mounted elsewhere too, and so its daemon stays, unless it was cut off.
+        let is_said = |word: &Awaited| word.is_clean().is_some();
+        if !self.force && stays(&mount) && !last_word.as_ref().is_some_and(is_said) {
             return Ok(());
         }
-        // Having the device, if only for a moment, means that its daemon is done.
-        let released = ask(ANSWER_LIMIT, &source, await_release);
-        let is_clean = match last_word.and_then(|word| word.is_clean()) {
-            Some(is_clean) => Ok(is_clean),
-            None if may_lose => look(&source, released),
-            None => Ok(true),
+        if let Some(word) = &last_word {
+            word.wait(WORD_LIMIT);
+        }
+        let is_clean = match &last_word {
+            Some(word) if word.has_speaker() => Err(STILL_BUSY.to_owned()),
+            word => {
+                // Having the device, if only for a moment, means that its daemon is done.
+                let released = ask(ANSWER_LIMIT, &source, await_release);
+                match word.as_ref().and_then(Awaited::is_clean) {
+                    Some(is_clean) => Ok(is_clean),
+                    None if may_lose => look(&source, released),
+                    None => Ok(true),
+                }
+            }
         };
         match is_clean {
             Ok(true) => Ok(()),
@@ -100,6 +109,18 @@ impl Arguments {
             ))),
         }
     }
+}
+
+/// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it was,
+/// and one that only reads has nothing to lose.
+fn may_lose(mount: &Mount, source: &str) -> bool {
+    !mount.is_dead() && ask(GLANCE_LIMIT, source, may_have_writer).unwrap_or(true)
+}
+
+/// Whether the daemon stays, because it is mounted elsewhere too: unless it was cut off.
+fn stays(mount: &Mount) -> bool {
+    let is_same = |other: &Mount| (other.dev, &other.source, &other.fs_type) == (mount.dev, &mount.source, &mount.fs_type);
+    Mount::all().is_ok_and(|mounts| mounts.iter().any(is_same))
 }
 
 /// What a question about a device is answered with; `None` where its filesystem, or its driver,
@@ -116,9 +137,7 @@ fn look(source: &str, released: Option<Result<(), ClaimError>>) -> Result<bool, 
     match released.ok_or_else(silent)? {
         // It went on from what there was.
         Err(ClaimError::Mounted(_)) => Ok(true),
-        Err(ClaimError::Held) => {
-            Err("the daemon still has the device: mounted in another namespace too, or a slow device".to_owned())
-        }
+        Err(ClaimError::Held) => Err(STILL_BUSY.to_owned()),
         Err(error) => Err(format!("{source}: {error}")),
         Ok(()) => ask(ANSWER_LIMIT, source, is_clean).ok_or_else(silent)?,
     }

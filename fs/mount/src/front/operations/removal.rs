@@ -4,6 +4,7 @@
 //! several in one operation: the metadata lock is taken once for them, and what they share in the
 //! tree is changed by one processor.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use gpunvme_engine::error::{Fail, FsError};
@@ -15,6 +16,8 @@ use crate::front::shared::Front;
 
 /// Inodes that are removed together at the most: others wait for the metadata meanwhile.
 const TOGETHER: usize = 16;
+/// Times that a thread removes some before it leaves the rest to one that has nothing else to do.
+const ROUNDS: usize = 4;
 
 /// The inodes that are to be removed.
 #[derive(Default)]
@@ -22,7 +25,7 @@ pub(crate) struct Removals(Mutex<Waiting>);
 
 #[derive(Default)]
 struct Waiting {
-    inos: Vec<u64>,
+    inos: VecDeque<u64>,
     /// A thread removes some, and looks for more before it ends.
     taken_care_of: bool,
 }
@@ -39,10 +42,9 @@ impl Removals {
     /// The next ones that are to be removed together; none when the caller is done.
     fn next(&self) -> Vec<u64> {
         let mut waiting = self.0.lock();
-        let first = waiting.inos.len().saturating_sub(TOGETHER);
-        let next = waiting.inos.split_off(first);
-        waiting.taken_care_of = !next.is_empty();
-        next
+        let count = waiting.inos.len().min(TOGETHER);
+        waiting.taken_care_of = count > 0;
+        waiting.inos.drain(..count).collect()
     }
 }
 
@@ -53,18 +55,28 @@ impl Front {
         if !self.removals.add(inos) {
             return;
         }
-        loop {
-            let inos = self.removals.next();
-            if inos.is_empty() {
+        for _ in 0..ROUNDS {
+            if !self.remove_some() {
                 return;
             }
-            // What stands in the way of one is that one's own.
-            if matches!(self.fs.reap_together(&inos), Ok(true)) {
-                inos.into_iter().for_each(|ino| self.removed(ino, Ok(())));
-            } else {
-                inos.into_iter().for_each(|ino| self.remove_alone(ino));
-            }
         }
+        let front = self.clone();
+        self.general.run(move || while front.remove_some() {});
+    }
+
+    /// Removes the next orphans. Returns whether there may be more.
+    fn remove_some(self: &Arc<Self>) -> bool {
+        let inos = self.removals.next();
+        if inos.is_empty() {
+            return false;
+        }
+        // What stands in the way of one is that one's own.
+        if matches!(self.fs.reap_together(&inos), Ok(true)) {
+            inos.iter().for_each(|ino| self.removed(*ino, Ok(())));
+        } else {
+            inos.iter().for_each(|ino| self.remove_alone(*ino));
+        }
+        true
     }
 
     /// Removes an orphan, of which another thread does what takes long.
@@ -111,8 +123,7 @@ mod tests {
         assert_eq!(removed.len(), TOGETHER);
         assert!(!removals.add([21]));
         removed.extend(removals.next());
-        removed.sort_unstable();
-        assert_eq!(removed, (0..22).collect::<Vec<u64>>());
+        assert_eq!(removed, (0..22).collect::<Vec<u64>>(), "in the order in which they came");
         assert!(removals.next().is_empty());
         assert!(removals.add([22]), "the thread has ended");
     }
