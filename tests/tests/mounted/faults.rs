@@ -214,6 +214,22 @@ fn an_unmount_that_cannot_tell_says_so() {
 }
 
 #[test]
+fn an_unmount_hears_from_the_daemon_whatever_has_the_name_of_its_device_by_then() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 300_000)).unwrap();
+    let image = volume.image().path();
+    let moved = image.with_extension("moved");
+    fs::rename(&image, &moved).unwrap();
+    // A volume that was not written down.
+    fs::copy(&moved, &image).unwrap();
+    let said = unmount_by_helper(volume.image());
+    fs::rename(&moved, &image).unwrap();
+    assert_eq!(text(&said), "exit status: 0: ");
+    volume.unmount();
+}
+
+#[test]
 fn an_unmount_says_that_another_namespace_keeps_the_daemon() {
     needs_mount!();
     let volume = Mounted::new();
