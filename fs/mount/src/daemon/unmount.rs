@@ -22,8 +22,8 @@ use gpunvme_programs::mounts::Mount;
 
 /// How long the filesystem of a device may take to answer before the mount is taken away.
 const GLANCE_LIMIT: Duration = Duration::from_secs(1);
-/// How long a daemon may take to write everything down. It never does where it is mounted in another
-/// mount namespace, too.
+/// How long a daemon may take to write everything down. It never does where it is mounted in
+/// another mount namespace, too.
 const WORD_LIMIT: Duration = Duration::from_secs(10);
 /// How long the device may take after that: longer than a daemon to let go of it, and a controller
 /// to be brought up.
@@ -111,8 +111,8 @@ impl Arguments {
     }
 }
 
-/// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it was,
-/// and one that only reads has nothing to lose.
+/// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it
+/// was, and one that only reads has nothing to lose.
 fn may_lose(mount: &Mount, source: &str) -> bool {
     !mount.is_dead() && ask(GLANCE_LIMIT, source, may_have_writer).unwrap_or(true)
 }

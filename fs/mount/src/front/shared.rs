@@ -11,10 +11,10 @@ use parking_lot::Mutex;
 
 use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lookups, MountState};
-use super::operations::removal::Removals;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
 use super::resources::plan_budget::PlanBudget;
+use super::resources::removals::Removals;
 use super::resources::request_budget::RequestBudget;
 use super::resources::snapshot_budget::SnapshotBudget;
 use super::resources::syncs::Syncs;

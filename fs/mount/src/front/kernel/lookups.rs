@@ -29,8 +29,8 @@ use gpunvme_engine::sharded::Sharded;
 const fn slot<T>() -> usize {
     (size_of::<(u64, T)>() + 1) * 8 / 7
 }
-/// Memory, in bytes, for what the kernel has of the files of one shard. As a rule that is one run of
-/// pages for each; beyond this it becomes one for every file that is used.
+/// Memory, in bytes, for what the kernel has of the files of one shard. As a rule that is one run
+/// of pages for each; beyond this it becomes one for every file that is used.
 const CACHED: usize = 4 << 20;
 /// A table with fewer entries than one in so many of those that it has room for becomes smaller.
 const SPARSE: usize = 8;

@@ -5,5 +5,5 @@ pub(super) mod appends;
 mod coherence;
 pub(super) mod files;
 pub(super) mod names;
-pub(super) mod removal;
+mod removal;
 mod xattr;

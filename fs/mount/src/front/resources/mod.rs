@@ -4,6 +4,7 @@
 pub(super) mod device_shares;
 pub(super) mod endpoint;
 pub(super) mod plan_budget;
+pub(super) mod removals;
 pub(super) mod request_budget;
 pub(super) mod snapshot_budget;
 mod sockets;
