@@ -182,8 +182,9 @@ impl PageRuns {
 
     /// Makes one run of all, with the gaps between them.
     fn condense(&mut self) {
-        if let (Some(first), Some(last)) = (self.runs.first(), self.runs.last()) {
-            self.runs = vec![first.start..last.end];
+        if let [first, .., last] = &self.runs[..] {
+            let all = first.start..last.end;
+            self.runs = Vec::from([all]);
         }
     }
 
