@@ -275,7 +275,7 @@ fn ask(kind: Kind, count: u64, stop: &Stop) -> bool {
         1 => format!("{} (1 finding)", kind.name()),
         n => format!("{} ({n} findings)", kind.name()),
     };
-    loop {
+    while !stop.is_asked() {
         // A terminal that is gone answers nothing below.
         let _ = print(format_args!("Mend {what}? yes or no: "));
         let (mut answer, input) = (String::new(), std::io::stdin());
@@ -289,6 +289,7 @@ fn ask(kind: Kind, count: u64, stop: &Stop) -> bool {
             _ => {}
         }
     }
+    false
 }
 
 fn list(device: &str, findings: &Findings, all: bool) {
