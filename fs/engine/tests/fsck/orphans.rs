@@ -17,7 +17,7 @@ use crate::surgeon::Surgeon;
 /// Extents of each of two files: more than one operation frees.
 const PIECES: u64 = 50;
 
-/// A volume with two files that lie in pieces, the last that was done with them, and their inodes.
+/// A volume with two files that lie in pieces, after what `last` did, and their inodes.
 fn volume(last: impl FnOnce(&Arc<gpunvme_engine::Filesystem>)) -> (Image, [u64; 2]) {
     let memory = MemoryDevice::new(32 << 20);
     let device: Arc<dyn BlockDevice> = memory.clone();
@@ -36,7 +36,7 @@ fn volume(last: impl FnOnce(&Arc<gpunvme_engine::Filesystem>)) -> (Image, [u64; 
     (memory.snapshot(), inodes)
 }
 
-/// The inodes that are noted, and how many extents the volume has.
+/// How many inodes are noted, and how many extents the two files have.
 fn left(memory: &MemoryDevice, inodes: [u64; 2]) -> (usize, usize) {
     let surgeon = Surgeon::new(memory.snapshot());
     let count = |ino, kind| surgeon.items(Key::new(ino, kind, 0), Key::new(ino, kind, u64::MAX)).len();
