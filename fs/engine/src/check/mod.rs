@@ -306,8 +306,8 @@ impl Fsck {
     /// errors, what was mended is durable.
     ///
     /// # Errors
-    /// The device failed, or the end was asked for before all that a crash left to do was done: what
-    /// was done is durable, the rest stays noted.
+    /// The device failed, or the end was asked for before all that a crash left to do was done:
+    /// what was done is durable, the rest stays noted.
     pub fn close(mut self, sound: bool) -> Result<(), FsError> {
         if self.options.read_only || self.abandoned || (self.clean && !self.begun) || (!sound && !self.begun) {
             return Ok(());
