@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io::{IsTerminal, Stdin};
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use gpunvme_blockdev::{Io, OpenMode};
@@ -188,8 +189,13 @@ impl Failure {
     }
 }
 
+/// Signals within this time are one wish: fsck(8) and timeout(1) send another one after that of the
+/// terminal or the session.
+const ONE_WISH: Duration = Duration::from_secs(1);
+
 /// What SIGINT and SIGTERM ask for an end, from now on, rather than kill: a change in flight is
-/// finished.
+/// finished. Where that hangs, at the device or at a pipe that nobody reads, another signal ends
+/// the program as a power cut would.
 fn stop_on_signals() -> Stop {
     let stop = Stop::default();
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM]);
@@ -197,8 +203,12 @@ fn stop_on_signals() -> Stop {
     if signals.thread_block().is_ok() {
         let stop = stop.clone();
         std::thread::spawn(move || {
-            if signals.wait().is_ok() {
+            let mut asked = None;
+            while signals.wait().is_ok() {
                 stop.ask();
+                if asked.get_or_insert_with(Instant::now).elapsed() >= ONE_WISH {
+                    std::process::exit(CANCELLED.into());
+                }
             }
         });
     }
@@ -275,7 +285,7 @@ fn ask(kind: Kind, count: u64, stop: &Stop) -> bool {
         1 => format!("{} (1 finding)", kind.name()),
         n => format!("{} ({n} findings)", kind.name()),
     };
-    loop {
+    while !stop.is_asked() {
         // A terminal that is gone answers nothing below.
         let _ = print(format_args!("Mend {what}? yes or no: "));
         let (mut answer, input) = (String::new(), std::io::stdin());
@@ -289,6 +299,7 @@ fn ask(kind: Kind, count: u64, stop: &Stop) -> bool {
             _ => {}
         }
     }
+    false
 }
 
 fn list(device: &str, findings: &Findings, all: bool) {

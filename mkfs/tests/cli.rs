@@ -1,10 +1,10 @@
 //! mkfs.gpunvme as its users run it, on image files.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{PipeReader, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -288,36 +288,47 @@ fn progress_goes_to_the_descriptor_that_fsck_names() {
     assert_eq!(wrong.status.code(), Some(16), "{wrong:?}");
 }
 
-#[test]
-fn a_signal_ends_a_repair_with_a_code_of_its_own_and_the_next_one_goes_on() {
+/// A repair that waits at a pipe for its progress, which is full: the program, and the end to read
+/// the pipe at.
+fn waiting_repair(image: &Image) -> (Child, PipeReader) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    // The first word of a line fits.
+    let filled = rustix::pipe::fcntl_getpipe_size(&writer).unwrap() - 4;
+    writer.write_all(&vec![b'.'; filled]).unwrap();
+    let mut fsck = Command::new("sh")
+        .args(["-c", "exec \"$@\" 7>&1 >/dev/null", "sh", env!("CARGO_BIN_EXE_fsck-gpunvme"), "-y", "-C", "7"])
+        .arg(&image.path)
+        .stdout(writer)
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    while rustix::io::ioctl_fionread(&reader).unwrap() == filled as u64 {
+        assert!(fsck.try_wait().unwrap().is_none(), "it waits at the pipe");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    (fsck, reader)
+}
+
+/// An image of a volume whose tree is ruined.
+fn ruined_image() -> Image {
     let image = Image::new(64 * MIB);
     stdout(&image.mkfs(&[]));
     // The only leaf of the tree.
     let leaf = image.superblock().unwrap().geometry().data * 4096;
     OpenOptions::new().write(true).open(&image.path).unwrap().write_all_at(b"ruined", leaf + 200).unwrap();
+    image
+}
+
+fn send(program: &Child, signal: Signal) {
+    rustix::process::kill_process(rustix::process::Pid::from_child(program), signal).unwrap();
+}
+
+#[test]
+fn a_signal_ends_a_repair_with_a_code_of_its_own_and_the_next_one_goes_on() {
+    let image = ruined_image();
     for signal in [Signal::INT, Signal::TERM] {
-        // Progress goes to a pipe that is full: there the repair waits until it is read.
-        let (mut reader, mut writer) = std::io::pipe().unwrap();
-        writer.write_all(&vec![b'.'; rustix::pipe::fcntl_getpipe_size(&writer).unwrap()]).unwrap();
-        let mut fsck = Command::new("sh")
-            .args(["-c", "exec \"$@\" 7>&1 >/dev/null", "sh", env!("CARGO_BIN_EXE_fsck-gpunvme"), "-y", "-C", "7"])
-            .arg(&image.path)
-            .stdout(writer)
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let number = 1u64 << (signal.as_raw() - 1);
-        let status = format!("/proc/{}/status", fsck.id());
-        let blocked = || {
-            let status = fs::read_to_string(&status).unwrap();
-            let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap().trim();
-            u64::from_str_radix(mask, 16).unwrap() & number != 0
-        };
-        while !blocked() {
-            assert!(fsck.try_wait().unwrap().is_none(), "it waits at the pipe");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        rustix::process::kill_process(rustix::process::Pid::from_child(&fsck), signal).unwrap();
+        let (fsck, mut reader) = waiting_repair(&image);
+        send(&fsck, signal);
         std::io::copy(&mut reader, &mut std::io::sink()).unwrap();
         let output = fsck.wait_with_output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
@@ -326,6 +337,22 @@ fn a_signal_ends_a_repair_with_a_code_of_its_own_and_the_next_one_goes_on() {
     }
     assert_eq!(fsck(&image.path, &["-y"]).status.code(), Some(1));
     assert_eq!(fsck(&image.path, &["-n"]).status.code(), Some(0));
+}
+
+#[test]
+fn another_signal_ends_a_repair_that_hangs() {
+    let image = ruined_image();
+    // Nobody reads the pipe.
+    let (mut program, _reader) = waiting_repair(&image);
+    send(&program, Signal::INT);
+    // fsck(8) passes on what it got itself: the same wish.
+    std::thread::sleep(Duration::from_millis(200));
+    send(&program, Signal::TERM);
+    std::thread::sleep(Duration::from_millis(1200));
+    assert!(program.try_wait().unwrap().is_none(), "it goes on to wait");
+    send(&program, Signal::TERM);
+    assert_eq!(program.wait().unwrap().code(), Some(32));
+    assert_eq!(fsck(&image.path, &["-y"]).status.code(), Some(1));
 }
 
 #[test]

@@ -84,9 +84,10 @@ pub enum FsError {
     TooManyBlocks,
     /// What a check cannot keep in memory cannot be kept in temporary files either.
     #[error(
-        "{}: a temporary file could not be {action}: {}; name a directory with more room in TMPDIR, or give fsck.gpunvme more --memory",
+        "{}: a temporary file could not be {action}: {}; {}, or give fsck.gpunvme more --memory",
         directory.display(),
-        std::io::Error::from_raw_os_error(*errno)
+        std::io::Error::from_raw_os_error(*errno),
+        way_out(*errno)
     )]
     Temporary {
         /// Where temporary files go.
@@ -120,6 +121,15 @@ pub enum FsError {
         /// The device.
         device: String,
     },
+}
+
+/// What helps where a temporary file could not be had.
+fn way_out(errno: i32) -> &'static str {
+    match errno {
+        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => "name a directory with more room in TMPDIR",
+        libc::EMFILE | libc::ENFILE => "let more files be open",
+        _ => "name another directory in TMPDIR",
+    }
 }
 
 impl FsError {

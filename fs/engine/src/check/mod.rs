@@ -17,6 +17,7 @@ mod items;
 mod mend;
 mod names;
 mod open;
+mod orphans;
 mod rebuild;
 mod space;
 mod spool;
@@ -305,13 +306,16 @@ impl Fsck {
     /// errors, what was mended is durable.
     ///
     /// # Errors
-    /// The device failed.
+    /// The device failed, or the end was asked for before all that a crash left to do was done:
+    /// what was done is durable, the rest stays noted.
     pub fn close(mut self, sound: bool) -> Result<(), FsError> {
         if self.options.read_only || self.abandoned || (self.clean && !self.begun) || (!sound && !self.begun) {
             return Ok(());
         }
         self.begin()?;
-        if sound { self.volume.close() } else { self.volume.close_journal() }
+        let finished = if sound { orphans::finish(&self.volume, &self.options.stop) } else { Ok(()) };
+        self.volume.close_journal()?;
+        finished
     }
 }
 

@@ -266,4 +266,18 @@ mod tests {
         );
         assert_eq!(error.to_string(), expected);
     }
+
+    #[test]
+    fn the_way_out_fits_what_went_wrong_with_a_temporary_file() {
+        let said = |action, errno| temporary(action)(std::io::Error::from_raw_os_error(errno)).to_string();
+        for errno in [libc::ENOSPC, libc::EDQUOT, libc::EFBIG] {
+            assert!(said("written", errno).contains("; name a directory with more room in TMPDIR, or give"), "{errno}");
+        }
+        for errno in [libc::EMFILE, libc::ENFILE] {
+            assert!(said("made", errno).contains("; let more files be open, or give"), "{errno}");
+        }
+        for (action, errno) in [("made", libc::EACCES), ("made", libc::EROFS), ("made", libc::ENOENT), ("read", libc::EIO)] {
+            assert!(said(action, errno).contains("; name another directory in TMPDIR, or give"), "{errno}");
+        }
+    }
 }

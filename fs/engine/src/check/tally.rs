@@ -26,6 +26,8 @@ impl Tally {
     /// Adds what a round found.
     pub fn add(&mut self, round: &Findings) {
         let last = std::mem::replace(&mut self.last, keys(&round.list));
+        // Several findings of one round may have one key, two overlaps in one file say.
+        let mut kept = Vec::new();
         for finding in &round.list {
             let key = (finding.kind, finding.place);
             if self.listed.contains(&key) || last.contains(&key) {
@@ -36,9 +38,10 @@ impl Tally {
                 _ => self.found.count(finding.kind, 1),
             }
             if self.found.keep(finding.clone()) {
-                self.listed.insert(key);
+                kept.push(key);
             }
         }
+        self.listed.extend(kept);
         let unlisted = round.unlisted();
         for (kind, count) in &unlisted {
             let before = self.unlisted.get(kind).copied().unwrap_or(0);
@@ -96,6 +99,18 @@ mod tests {
         let found = tally.into_findings();
         assert_eq!(found.counts, BTreeMap::from([(Kind::Node, 1), (Kind::Lost, 25), (Kind::LinkCount, 5)]));
         assert_eq!(found.list.len(), LIMIT);
+    }
+
+    #[test]
+    fn findings_of_one_kind_in_one_place_are_counted_and_listed_each() {
+        let mut overlaps = Findings::new(LIMIT);
+        (0..3).for_each(|_| overlaps.add(Kind::ExtentOverlap, Place::Inode(7), Fix::Elsewhere, String::new));
+        let mut tally = Tally::new(findings(Kind::Node, 0..1));
+        tally.add(&overlaps);
+        tally.add(&overlaps);
+        let found = tally.into_findings();
+        assert_eq!(found.counts, BTreeMap::from([(Kind::Node, 1), (Kind::ExtentOverlap, 3)]));
+        assert_eq!(found.list.len(), 4);
     }
 
     #[test]

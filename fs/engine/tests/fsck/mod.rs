@@ -8,6 +8,7 @@ mod cuts;
 mod damage;
 mod dump;
 mod many;
+mod orphans;
 mod shared;
 mod subject;
 
