@@ -15,6 +15,9 @@ pub const RUN_FOLDER: &str = "/run/gpunvme";
 /// Its mode: every user may reach a socket in it.
 const MODE: Mode = Mode::from_raw_mode(0o755);
 
+/// How a user namespace shows the users that it does not have (user_namespaces(7)).
+const OVERFLOW_USER: u32 = 65534;
+
 /// Why the folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RunFolderError {
@@ -24,26 +27,53 @@ pub enum RunFolderError {
     /// Others than its owner could.
     #[error("others than its owner may write to {RUN_FOLDER} (mode {0:o}); `chmod 755 {RUN_FOLDER}`")]
     Mode(u32),
-    /// It cannot be made or looked at.
-    #[error("{RUN_FOLDER}: {0}")]
+    /// There is something else: a link may lead to what others may change.
+    #[error("{RUN_FOLDER} is a link or a file, and no folder; `rm {RUN_FOLDER}`")]
+    NoFolder,
+    /// There is nothing in which it could be made.
+    #[error("there is no folder /run; `mkdir -m 755 /run`")]
+    NoRun,
+    /// It cannot be made, or nothing can be made in it.
+    #[error("{RUN_FOLDER}: {0}; have it be a folder to which root may write")]
     Io(#[from] io::Error),
 }
 
 impl From<Errno> for RunFolderError {
     fn from(errno: Errno) -> Self {
-        RunFolderError::Io(errno.into())
+        match errno {
+            Errno::NOTDIR | Errno::LOOP => RunFolderError::NoFolder,
+            Errno::NOENT => RunFolderError::NoRun,
+            errno => RunFolderError::Io(errno.into()),
+        }
     }
 }
 
 impl RunFolderError {
-    /// Logs what mounts lack because of it. That an ordinary user's daemon has no such folder is as
-    /// it should be.
+    /// Logs what mounts lack because of it.
     pub fn log(&self, lacking: &str) {
-        match self {
-            Self::Io(error) => tracing::debug!("{lacking}: {RUN_FOLDER}: {error}"),
-            untrusted => tracing::warn!("{lacking}: {untrusted}, and mount again"),
+        if self.is_as_it_should_be(geteuid().is_root() && !is_in_user_namespace()) {
+            tracing::debug!("{lacking}: {self}");
+        } else {
+            tracing::warn!("{lacking}: {self}, and mount again");
         }
     }
+
+    /// Whether a daemon has to do without. The folder is the machine's root's: an ordinary user can
+    /// neither make nor mend it, nor can root of a user namespace, who sees it as nobody's.
+    fn is_as_it_should_be(&self, is_root: bool) -> bool {
+        match self {
+            Self::Owner(user) => !is_root && *user == OVERFLOW_USER,
+            Self::NoRun | Self::Io(_) => !is_root,
+            Self::Mode(_) | Self::NoFolder => false,
+        }
+    }
+}
+
+/// Whether this process is in a user namespace other than the machine's, which maps every user to
+/// itself.
+fn is_in_user_namespace() -> bool {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    !map.is_empty() && !map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
 /// The folder, made where there is none.
@@ -120,10 +150,21 @@ mod tests {
         fs::set_permissions(&folder, Permissions::from_mode(0o755)).unwrap();
         let link = scratch.path().join("link");
         symlink(&folder, &link).unwrap();
-        assert!(matches!(make(&link), Err(RunFolderError::Io(_))));
+        assert!(matches!(make(&link), Err(RunFolderError::NoFolder)));
+        assert!(matches!(make(&scratch.path().join("no/run")), Err(RunFolderError::NoRun)));
         // Only root can give it away.
         if chown(&folder, Some(4711), None).is_ok() {
             assert!(matches!(make(&folder), Err(RunFolderError::Owner(4711))));
         }
+    }
+    #[test]
+    fn root_is_told_of_what_root_can_mend() {
+        use RunFolderError::{Io, Mode, NoFolder, NoRun, Owner};
+        let read_only = || Io(Errno::ROFS.into());
+        for error in [Owner(OVERFLOW_USER), Owner(4711), Mode(0o777), NoFolder, NoRun, read_only()] {
+            assert!(!error.is_as_it_should_be(true), "{error}");
+        }
+        assert!([Owner(OVERFLOW_USER), NoRun, read_only()].iter().all(|error| error.is_as_it_should_be(false)));
+        assert!(![Owner(4711), Mode(0o777), NoFolder].iter().any(|error| error.is_as_it_should_be(false)));
     }
 }

@@ -6,7 +6,8 @@ use std::thread;
 use std::time::Duration;
 
 /// What `ask` returns; `None` where that takes longer than `limit`. Then its thread is left to
-/// itself.
+/// itself. Until it gets its answer it uses the mount that it asks, as any call does, by a path or
+/// by a descriptor: `umount` there is `EBUSY`. `umount -l` is not.
 pub fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (sender, answer) = mpsc::sync_channel(1);
     // After the limit nobody is there to be told.

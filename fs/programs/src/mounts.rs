@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gpunvme_blockdev::{path_of, without_options};
-use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::fs::{AtFlags, CWD, StatxFlags, lgetxattr, statx};
 use rustix::io::Errno;
 
 use crate::below::has_users;
@@ -22,6 +22,10 @@ pub const BLOCK_FS_TYPE: &str = "fuseblk.gpunvme";
 /// How long a daemon that lives may take to answer. One that has gone answers at once: the kernel
 /// does it.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// An attribute that no file has. Of attributes of this class (xattr(7)) the kernel asks the daemon
+/// for every user. To root, where the mount is another user's, it would answer stat(2) and
+/// statfs(2) by itself, as if there were a daemon.
+const QUESTION: &str = "security.gpunvme.answer";
 
 /// One mount of this process's mount namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,10 +74,11 @@ impl Mount {
         self.fs_type == BLOCK_FS_TYPE
     }
 
-    /// Whether its daemon has gone without unmounting it. One that was stopped has not.
+    /// Whether its daemon has gone without unmounting it. One that was stopped has not; while that
+    /// one does not answer, umount(8) finds its mount in use.
     pub fn is_dead(&self) -> bool {
         let dir = self.dir.clone();
-        let answer = within(ANSWER_LIMIT, move || rustix::fs::statfs(&dir).map(drop));
+        let answer = within(ANSWER_LIMIT, move || lgetxattr(&dir, QUESTION, &mut [0; 0]).map(drop));
         matches!(answer, Some(Err(Errno::NOTCONN | Errno::CONNABORTED)))
     }
 
@@ -150,6 +155,12 @@ fn unescape(field: &[u8]) -> OsString {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::CString;
+    use std::os::fd::AsRawFd;
+
+    use rustix::fs::{Mode, OFlags};
+    use rustix::mount::{MountFlags, UnmountFlags};
+
     use super::*;
 
     #[test]
@@ -168,6 +179,27 @@ mod tests {
         let of_a_device = br"37 35 7:0 / /mnt rw - fuseblk.gpunvme /dev/loop0 rw,blksize=4096";
         assert!(Mount::parse(of_a_device).is_some_and(|mount| mount.is_ours() && mount.claims_its_device()));
         assert_eq!(Mount::parse(b""), None);
+    }
+
+    /// A mount of another user's, whom root is not allowed to ask by statfs(2).
+    #[test]
+    fn a_mount_is_dead_when_its_connection_is_closed() {
+        let connection = rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+        let dir = tempfile::tempdir().unwrap();
+        let mounted = connection.and_then(|connection| {
+            let fd = connection.as_raw_fd();
+            let options = format!("fd={fd},rootmode=40000,user_id=4711,group_id=4711,subtype=gpunvme");
+            let options = CString::new(options).unwrap();
+            rustix::mount::mount("/image", dir.path(), "fuse", MountFlags::empty(), options.as_c_str()).map(|()| connection)
+        });
+        let Ok(connection) = mounted else { return eprintln!("SKIPPED: nothing can be mounted here") };
+        let mount = Mount::on(&dir.path().canonicalize().unwrap());
+        // Nobody answers.
+        let stopped = mount.as_ref().map(Mount::is_dead);
+        drop(connection);
+        let closed = mount.as_ref().map(Mount::is_dead);
+        rustix::mount::unmount(dir.path(), UnmountFlags::DETACH).unwrap();
+        assert_eq!((stopped.unwrap(), closed.unwrap()), (false, true));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The commands `warm`, `cool` and `map --resident`: what the kernel has of files in its page
 //! cache.
 
-use crate::found::{self, Found};
+use crate::found::{self, Files, Opened};
 use crate::report::{self, Failure, Report};
 use gpunvme::File;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -25,9 +25,9 @@ pub fn warm(paths: &[PathBuf]) -> Result<Report, Failure> {
     let files = found::files(paths)?;
     let bar = bar(&files);
     let mut buffer = vec![0; STEP];
-    for found in &files {
+    for found in &files.found {
         let failed = |error| Failure(format!("{}: {error}", found.path.display()));
-        let Some(file) = found.open()? else { continue };
+        let Opened::There(file) = found.open()? else { continue };
         let mut at = 0;
         // Holes would fill the page cache with zeros.
         while let Some(data) = next_data(&file, at).map_err(failed)? {
@@ -62,9 +62,9 @@ fn next_data(file: &fs::File, from: u64) -> io::Result<Option<Range<u64>>> {
 pub fn cool(paths: &[PathBuf]) -> Result<Report, Failure> {
     let files = found::files(paths)?;
     let bar = bar(&files);
-    for found in &files {
+    for found in &files.found {
         let failed = |error| Failure(format!("{}: {error}", found.path.display()));
-        let Some(file) = found.open()? else { continue };
+        let Opened::There(file) = found.open()? else { continue };
         file.sync_data().map_err(failed)?;
         fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| failed(errno.into()))?;
         bar.inc(found.size);
@@ -92,26 +92,37 @@ pub fn map(path: &Path) -> Result<Report, Failure> {
     Ok(report)
 }
 
-fn bar(files: &[Found]) -> ProgressBar {
+fn bar(files: &Files) -> ProgressBar {
     if !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
     let style = ProgressStyle::with_template("{wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta}");
-    let size = files.iter().map(|found| found.size).sum();
+    let size = files.found.iter().map(|found| found.size).sum();
     ProgressBar::new(size).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// What the page cache has now of those files that are there still.
-fn told(files: &[Found]) -> Result<Report, Failure> {
-    let (mut count, mut size, mut resident) = (0, 0, 0);
-    for found in files {
-        let Some(file) = found.open()? else { continue };
-        count += 1;
-        size += found.size;
-        resident += File::of(file, &found.path)?.resident(0, found.size)?.min(found.size);
+/// What the page cache has now of those files that are there still, and how many this user may not
+/// read.
+fn told(files: &Files) -> Result<Report, Failure> {
+    let (mut count, mut size, mut resident, mut unreadable) = (0, 0, 0, files.unreadable);
+    for found in &files.found {
+        match found.open()? {
+            Opened::There(file) => {
+                count += 1;
+                size += found.size;
+                resident += File::of(file, &found.path)?.resident(0, found.size)?.min(found.size);
+            }
+            Opened::Gone => {}
+            Opened::Unreadable => unreadable += 1,
+        }
     }
-    let mut report = Report::new(json!({ "files": count, "size": size, "resident": resident }));
+    let facts = json!({ "files": count, "size": size, "resident": resident, "unreadable": unreadable });
+    let mut report = Report::new(facts);
     let noun = if count == 1 { "file" } else { "files" };
     report.text = format!("{count} {noun}, {}: {} of it in the page cache\n", report::size(size), report::size(resident));
+    if unreadable > 0 {
+        report.text += &format!("files and folders that could not be read, for want of permission: {unreadable}\n");
+        report.code = 1;
+    }
     Ok(report)
 }

@@ -95,6 +95,10 @@ fn nothing_in_the_folder_of_sockets_holds_up_a_mount() {
     assert!(log.contains("there is no registration socket: others than its owner may write to /run/gpunvme"), "{log}");
     let (log, _) = said(&format!("{hidden} mkdir /run/gpunvme; chown 1000 /run/gpunvme;"));
     assert!(log.contains("there is no registration socket: /run/gpunvme belongs to the user 1000"), "{log}");
+    let (log, _) = said(&format!("{hidden} ln -s /var/tmp /run/gpunvme;"));
+    assert!(log.contains("there is no registration socket: /run/gpunvme is a link or a file"), "{log}");
+    let (log, _) = said(&format!("{hidden} mount -o remount,ro /run;"));
+    assert!(log.contains("there is no registration socket: /run/gpunvme: Read-only file system"), "{log}");
 }
 
 /// The path of the one socket at which a process listens.
