@@ -302,15 +302,16 @@ impl Attachment {
 
 /// Whether a mount that the mount table lists is what its directory shows.
 pub fn is_at_its_place(mount: &Mount) -> bool {
-    Identity::of(&mount.dir, StatxFlags::MNT_ID) == Some(Identity { id: mount.id, dev: mount.dev })
+    Identity::of(&mount.dir, StatxFlags::empty()) == Some(Identity { id: mount.id, dev: mount.dev })
 }
 
 impl Identity {
-    /// Identity of the mount on a directory, with the id that `kind` names (the kernel gives the id
-    /// that it has). Asks the kernel and not the filesystem, which may not answer.
+    /// Identity of the mount on a directory, with the id that `kind` names, or the one that the
+    /// mount table has. Asks the kernel and not the filesystem, which may not answer; of a mount
+    /// that root may not enter it is told only where nothing else is asked.
     fn of(dir: &Path, kind: StatxFlags) -> Option<Identity> {
         let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-        let found = statx(rustix::fs::CWD, dir, flags, kind | StatxFlags::MNT_ID).ok()?;
+        let found = statx(rustix::fs::CWD, dir, flags, kind).ok()?;
         Some(Identity { id: found.stx_mnt_id, dev: rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor) })
     }
 }

@@ -5,7 +5,7 @@ mod sockets;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -444,6 +444,38 @@ fn a_mount_whose_source_has_become_another_file_stays() {
     written.unwrap();
     assert!(is_there, "a mount that lives was detached");
     assert_eq!((read.unwrap().as_slice(), detached), (&b"kept"[..], [true, true]));
+}
+
+/// Root may not enter the mount, as with one that fusermount3 made.
+#[test]
+fn root_releases_another_user_s_mount_when_it_is_dead() {
+    let Some(volume) = Volume::new() else { return };
+    chown(volume.image(), Some(4711), Some(4711)).unwrap();
+    let output = Command::new("setpriv")
+        .args(["--reuid=4711", "--regid=4711", "--clear-groups"])
+        .args(["--inh-caps", "--ambient-caps"].map(|set| format!("{set}=+sys_admin,+dac_override")))
+        .args([env!("CARGO_BIN_EXE_mount-gpunvme").as_ref(), volume.image().as_os_str(), volume.mnt().as_os_str()])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let daemon = volume.daemon().unwrap();
+    let line = volume.line().unwrap();
+    assert!(line.contains("user_id=4711") && !line.contains("allow_other"), "{line}");
+    // Its source has become another file, and it lives.
+    let (moved, second) = (volume.dir.path().join("moved"), volume.dir.path().join("second"));
+    fs::create_dir(&second).unwrap();
+    fs::rename(volume.image(), &moved).unwrap();
+    fs::copy(&moved, volume.image()).unwrap();
+    let output = mount(&volume.image(), &second, &[]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(Command::new("umount").arg(&second).status().unwrap().success());
+    assert_eq!(volume.line(), Some(line), "a mount that lives was detached");
+    kill_process(daemon, Signal::KILL).unwrap();
+    volume.wait_for_daemon();
+    let volume = volume.mounted(&[]);
+    assert!(volume.line().unwrap().contains("user_id=0"));
+    volume.umount();
+    assert!(!volume.is_mounted(), "it lay over the dead one");
 }
 
 /// Mounts after a command of the shell, in a mount namespace of its own, without fusermount3.
