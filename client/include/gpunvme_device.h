@@ -430,7 +430,8 @@ class ring {
 			u32 over = detail::load(&shared->over.word);
 			if (detail::load_acquire_gpu(&slot->state) == detail::done)
 				return {{slot->status, slot->reason, slot->bytes}, true};
-			bool late = detail::now() - start > patience;
+			u64 waited = detail::now() - start;
+			bool late = waited > patience;
 			end own;
 			found what = take(number, &own);
 			if (what == ours)
@@ -440,7 +441,7 @@ class ring {
 			if (ends && leave(slot))
 				return {{over != 0 ? int(over) : timed_out, 0, 0}, false};
 			if (what == nothing)
-				detail::pause();
+				detail::pause_after(waited);
 		}
 	}
 

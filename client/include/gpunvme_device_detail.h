@@ -28,6 +28,7 @@
 #endif
 
 #ifndef __CUDACC_RTC__
+#include <sched.h>
 #include <time.h>
 #endif
 
@@ -346,16 +347,26 @@ GPUNVME_FN void fence_gpu()
 	GPUNVME_EITHER(asm volatile("fence.acq_rel.gpu;" ::: "memory"), __atomic_thread_fence(__ATOMIC_ACQ_REL));
 }
 
-/* Leaves the processor to threads that may have what this one needs. On a CPU it sleeps: threads
- * that yield to one another keep others, the daemon's too, from their processors for seconds. */
+/* Leaves the processor to threads that may have what this one needs. */
 GPUNVME_FN void pause()
 {
-#ifdef __CUDA_ARCH__
-	asm volatile("nanosleep.u32 100;");
-#else
+	GPUNVME_EITHER(asm volatile("nanosleep.u32 100;"), sched_yield());
+}
+
+/* The same, in a thread that has waited so many nanoseconds for the daemon. On a CPU, threads that
+ * yield to one another may keep the daemon from its processor: after 20 ms they sleep. */
+GPUNVME_FN void pause_after(u64 waited)
+{
+#ifndef __CUDA_ARCH__
 	const struct timespec moment = {0, 100};
-	nanosleep(&moment, nullptr);
+	if (waited > 20000000) {
+		nanosleep(&moment, nullptr);
+		return;
+	}
+#else
+	(void)waited;
 #endif
+	pause();
 }
 
 /* Nanoseconds since some moment. */
