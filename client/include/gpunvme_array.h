@@ -380,7 +380,7 @@ template <class T> class array {
 			over = by.ended();
 			over = over == 0 && now - *since > longest_wait() ? int(timed_out) : over;
 			if (over == 0 && !by.poll())
-				detail::pause();
+				detail::pause_since(*since);
 		} else if (!stuck) {
 			*since = 0;
 		}
@@ -480,7 +480,7 @@ template <class T> class array {
 			if (by.ended() != 0 || detail::now() - start > longest_wait())
 				return detail::full;
 			if (!by.poll())
-				detail::pause();
+				detail::pause_since(start);
 		}
 	}
 

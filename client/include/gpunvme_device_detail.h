@@ -383,6 +383,17 @@ GPUNVME_FN u64 now()
 	return time;
 }
 
+/* The same as pause_after, in a thread that has waited since then. */
+GPUNVME_FN void pause_since(u64 start)
+{
+#ifdef __CUDA_ARCH__
+	(void)start;
+	pause();
+#else
+	pause_after(now() - start);
+#endif
+}
+
 /* Sixteen bytes; of a slot they are never an older copy in a cache of the GPU. */
 struct alignas(16) sixteen {
 	u32 word[4];

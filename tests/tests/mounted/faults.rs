@@ -197,6 +197,24 @@ fn an_unmount_tells_of_what_was_lost_before_the_mount_became_read_only() {
 }
 
 #[test]
+fn an_unmount_tells_of_names_that_were_lost_with_a_commit_before_it() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = Image::blank_in(outer.0.path(), 100 << 20);
+    assert!(image.mkfs(&[]).status.success());
+    assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+    let mut filler = File::create(outer.0.path().join("filled")).unwrap();
+    let _ = (0..20).try_for_each(|_| filler.write_all(&[1; 1 << 20]));
+    for number in 0..200 {
+        fs::create_dir(image.mount_point().join(format!("folder {number}"))).unwrap();
+    }
+    let synced = File::open(image.mount_point()).unwrap().sync_all();
+    assert!(synced.is_err(), "the journal has no room on its device");
+    let said = unmount_by_helper(&image);
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
 fn an_unmount_that_cannot_tell_says_so() {
     needs_mount!();
     let volume = Mounted::new();

@@ -57,6 +57,8 @@ pub struct Filesystem {
     pub(super) completions: Arc<dyn Spawn>,
     /// Whether data of any file was ever lost.
     pub(super) has_lost_data: AtomicBool,
+    /// All of it is on the device, since it was closed.
+    written_down: AtomicBool,
 }
 
 /// Keeps in memory what was brought there for an operation.
@@ -92,6 +94,7 @@ impl Filesystem {
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,
             has_lost_data: AtomicBool::new(false),
+            written_down: AtomicBool::new(false),
         }))
     }
 
@@ -112,7 +115,15 @@ impl Filesystem {
             }
         }
         let told = if files == 0 { Ok(()) } else { Err(FsError::Lost { files }) };
-        written.and(self.volume.close()).and(told)
+        let closed = self.volume.close();
+        self.written_down.store(written.is_ok() && told.is_ok() && self.volume.is_closed(), Ordering::Release);
+        written.and(closed).and(told)
+    }
+
+    /// Whether [`Filesystem::close`] left everything on the device. It may have failed nonetheless,
+    /// of an inode that cannot be removed.
+    pub fn is_written_down(&self) -> bool {
+        self.written_down.load(Ordering::Acquire)
     }
 
     /// The volume.

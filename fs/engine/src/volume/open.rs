@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
@@ -100,6 +100,8 @@ pub struct Volume {
     pub(crate) unflushed: Unflushed,
     /// The error that stopped all writing.
     pub(super) failed: OnceLock<FsError>,
+    /// Everything is durable, and nothing comes after it.
+    closed: AtomicBool,
     /// Whether freed blocks go to `discards` before they are used again.
     pub(super) discard: bool,
     /// Blocks that are free and still busy: the device is told of them first.
@@ -188,6 +190,7 @@ impl Volume {
             epochs: Arc::default(),
             unflushed: Unflushed::default(),
             failed: OnceLock::new(),
+            closed: AtomicBool::new(false),
             discard: false,
             discards: Mutex::default(),
             space_waits: Arc::default(),
@@ -197,15 +200,26 @@ impl Volume {
     }
 
     /// Makes everything durable and leaves nothing to recover. Data has to be written before.
+    ///
+    /// # Errors
+    /// What the volume has failed with, now or before: what was not committed is lost. Or an inode
+    /// cannot be removed or shortened, and all else is as it should be ([`Volume::is_closed`]).
     pub fn close(&self) -> Result<(), FsError> {
-        if self.read_only || self.failed.get().is_some() {
+        if self.read_only {
             return Ok(());
         }
+        self.writable()?;
         // What cannot be finished stays noted for the next mount, and holds up nothing else.
         let finished = self.finish_truncations().and_then(|()| self.reap(usize::MAX));
         self.close_journal()?;
+        self.closed.store(true, Ordering::Release);
         self.discard_freed();
         finished.map(drop)
+    }
+
+    /// Whether the volume has been left with nothing to recover; one that is only read always is.
+    pub fn is_closed(&self) -> bool {
+        self.read_only || self.closed.load(Ordering::Acquire)
     }
 
     /// The superblock, as it was when the volume was opened: growth changes it.

@@ -188,7 +188,8 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
 /// they answer every access with an error. That they name it is not enough: it may be another file
 /// by now, with a daemon that lives.
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
-    let is_dead = |mount: &Mount| mount.is_ours() && attachment::is_at_its_place(mount) && is_dead(mount);
+    // Whether it is at its place is asked last: another mount may take it meanwhile.
+    let is_dead = |mount: &Mount| mount.is_ours() && is_dead(mount) && attachment::is_at_its_place(mount);
     for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
         match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),

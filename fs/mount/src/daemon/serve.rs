@@ -137,7 +137,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     let closed = session.end();
     // Closed in any case: there may be data that only memory has.
     let written = fs.close();
-    last_word.say(written.is_ok());
+    last_word.say(fs.is_written_down());
     let closed = closed.and(written);
     // Now umount(2) may return.
     let served = ended.finish();

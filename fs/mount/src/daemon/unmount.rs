@@ -29,6 +29,9 @@ const WORD_LIMIT: Duration = Duration::from_secs(10);
 /// to be brought up.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
+/// What is said of a volume that the daemon did not write down.
+const LOST: &str = "the volume could not be written down: what was not synced before is lost; \
+                    journalctl -t mount.gpunvme says why, and the next mount recovers the rest";
 /// Why a daemon was not waited for to its end.
 const STILL_BUSY: &str = "the daemon still has the device: mounted in another namespace too, or a slow device";
 
@@ -77,7 +80,16 @@ impl Arguments {
         let source = mount.source.to_string_lossy().into_owned();
         let last_word = Awaited::of(mount.dev);
         let may_lose = last_word.is_some() || may_lose(&mount, &source);
-        detach()?;
+        if let Err(busy) = detach() {
+            // What is open was cut off all the same, and its daemon ends.
+            if let Some(word) = last_word.as_ref().filter(|_| self.force) {
+                word.wait(WORD_LIMIT);
+                if word.is_clean() == Some(false) {
+                    return Err(failed(&format_args!("not unmounted, and {LOST}")));
+                }
+            }
+            return Err(busy);
+        }
         let is_said = |word: &Awaited| word.is_clean().is_some();
         if !self.force && stays(&mount) && !last_word.as_ref().is_some_and(is_said) {
             return Ok(());
@@ -99,10 +111,7 @@ impl Arguments {
         };
         match is_clean {
             Ok(true) => Ok(()),
-            Ok(false) => Err(failed(
-                &"unmounted, but the volume could not be written down: what was not synced before is lost; \
-                  journalctl -t mount.gpunvme says why, and the next mount recovers the rest",
-            )),
+            Ok(false) => Err(failed(&format_args!("unmounted, but {LOST}"))),
             Err(why) => Err(MountError::Unknown(format!(
                 "{}: unmounted, but whether the volume was written down cannot be told: {why}",
                 self.dir.display()
