@@ -1,7 +1,7 @@
 //! A directory of the mount by which a file was opened.
 //!
 //! It guards that what is kept of a mount keeps no file of it open: the space of a file that was
-//! deleted is free once the application has closed it, and nobody who wants a file for himself
+//! deleted is free once the application has closed it, and no user who wants a file for himself
 //! waits for us.
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, StatxFlags};

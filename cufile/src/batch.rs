@@ -296,7 +296,7 @@ impl Together {
 }
 
 /// A request in flight, which keeps the driver open. It ends as failed where it is dropped before
-/// it has ended, as by a panic of what was to do it: who waits for it would wait for ever.
+/// it has ended, as by a panic of what was to do it: a waiter would wait for it for ever.
 struct Ending {
     ends: Arc<Ends>,
     together: Arc<Together>,

@@ -194,7 +194,7 @@ impl Failure {
 const ONE_WISH: Duration = Duration::from_secs(1);
 
 /// What SIGINT and SIGTERM ask for an end, from now on, rather than kill: a change in flight is
-/// finished. Where that hangs, at the device or at a pipe that nobody reads, another signal ends
+/// finished. Where that hangs, at the device or at a pipe without a reader, another signal ends
 /// the program as a power cut would.
 fn stop_on_signals() -> Stop {
     let stop = Stop::default();

@@ -1,7 +1,7 @@
 //! The folder of this machine's daemons, `/run/gpunvme`, which has the registration sockets
 //! (`front::resources::sockets`), and files for the last words of daemons (`daemon::last_word`).
 //!
-//! What lies in it is believed, so nobody but root may put anything there.
+//! What lies in it is believed, so only root may put anything there.
 
 use std::io;
 use std::path::Path;

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// by a descriptor: `umount` there is `EBUSY`. `umount -l` is not.
 pub fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (sender, answer) = mpsc::sync_channel(1);
-    // After the limit nobody is there to be told.
+    // After the limit no thread is there to be told.
     let ask = move || drop(sender.send(ask()));
     thread::Builder::new().name("question".to_owned()).spawn(ask).ok()?;
     answer.recv_timeout(limit).ok()

@@ -28,7 +28,7 @@ pub struct LastWord(Option<(PathBuf, File)>);
 
 impl LastWord {
     /// Of the daemon that serves the mount with this number. Of an ordinary user's there is none:
-    /// nobody else could believe it.
+    /// no other user could believe it.
     pub fn of(dev: u64) -> LastWord {
         let made = run_folder::made().and_then(|folder| Ok(make(path(folder, dev))?));
         LastWord(made.inspect_err(|error: &RunFolderError| error.log("umount(8) has to look at the device")).ok())

@@ -28,7 +28,7 @@ impl Reader {
         let (questions, asked) = mpsc::sync_channel::<Sender<_>>(WAITING);
         let path = mount.to_owned();
         thread::Builder::new().spawn(move || {
-            // Who does not wait any more need not be told.
+            // A caller that does not wait any more need not be told.
             asked.iter().for_each(|who| drop(who.send(Reading::of(&path))));
         })?;
         Ok(Reader { mount: mount.to_owned(), questions })

@@ -1,7 +1,7 @@
 //! The registration sockets of this machine's mounts, in one folder.
 //!
 //! Each has a name that no other ever had, and has it from when it listens until it is removed. So
-//! one at which nobody listens was left by a daemon that was killed, and any daemon removes it.
+//! one at which no process listens was left by a daemon that was killed, and any daemon removes it.
 
 use std::fs;
 use std::io;
@@ -64,7 +64,7 @@ fn abandoned(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths.filter(is_left).collect())
 }
 
-/// Whether nobody listens at a socket.
+/// Whether no process listens at a socket.
 fn is_deaf(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None) else { return false };
