@@ -342,7 +342,7 @@ fn a_signal_ends_a_repair_with_a_code_of_its_own_and_the_next_one_goes_on() {
 #[test]
 fn another_signal_ends_a_repair_that_hangs() {
     let image = ruined_image();
-    // Nobody reads the pipe.
+    // The pipe has no reader.
     let (mut program, _reader) = waiting_repair(&image);
     send(&program, Signal::INT);
     // fsck(8) passes on what it got itself: the same wish.

@@ -18,6 +18,7 @@ mod model;
 mod orders;
 mod overlap;
 mod reuse;
+mod ruined;
 mod sim;
 mod snapshots;
 mod spacious;

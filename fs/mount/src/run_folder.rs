@@ -14,7 +14,6 @@ use rustix::process::geteuid;
 pub const RUN_FOLDER: &str = "/run/gpunvme";
 /// Its mode: every user may reach a socket in it.
 const MODE: Mode = Mode::from_raw_mode(0o755);
-
 /// How a user namespace shows the users that it does not have (user_namespaces(7)).
 const OVERFLOW_USER: u32 = 65534;
 
@@ -59,7 +58,7 @@ impl RunFolderError {
     }
 
     /// Whether a daemon has to do without. The folder is the machine's root's: an ordinary user can
-    /// neither make nor mend it, nor can root of a user namespace, who sees it as nobody's.
+    /// neither make nor mend it, and root of a user namespace sees it as the overflow user's.
     fn is_as_it_should_be(&self, is_root: bool) -> bool {
         match self {
             Self::Owner(user) => !is_root && *user == OVERFLOW_USER,
@@ -157,6 +156,7 @@ mod tests {
             assert!(matches!(make(&folder), Err(RunFolderError::Owner(4711))));
         }
     }
+
     #[test]
     fn root_is_told_of_what_root_can_mend() {
         use RunFolderError::{Io, Mode, NoFolder, NoRun, Owner};

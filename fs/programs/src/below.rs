@@ -106,7 +106,7 @@ pub fn has_writer(path: &Path) -> Option<bool> {
     keeps_out(path, OpenMode::ReadOnly)
 }
 
-/// Whether a lock keeps one who would lock a file or block device in this mode out.
+/// Whether a lock on a file or block device keeps out others that would lock it in this mode.
 fn keeps_out(path: &Path, mode: OpenMode) -> Option<bool> {
     let can_be = |status: &fs::Metadata| status.is_file() || status.file_type().is_block_device();
     fs::metadata(path).ok().filter(can_be)?;

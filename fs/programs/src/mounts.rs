@@ -194,7 +194,7 @@ mod tests {
         });
         let Ok(connection) = mounted else { return eprintln!("SKIPPED: nothing can be mounted here") };
         let mount = Mount::on(&dir.path().canonicalize().unwrap());
-        // Nobody answers.
+        // No daemon answers.
         let stopped = mount.as_ref().map(Mount::is_dead);
         drop(connection);
         let closed = mount.as_ref().map(Mount::is_dead);

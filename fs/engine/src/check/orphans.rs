@@ -13,13 +13,15 @@ use crate::volume::{Volume, tree};
 
 /// Does it on a sound volume. What is not done stays noted for the next mount.
 pub(crate) fn finish(volume: &Volume, stop: &Stop) -> Result<(), FsError> {
-    let mut from = 0;
-    while let Some(ino) = volume.wait(|| next(&*volume.meta.read(), from))? {
+    let mut from = Some(0);
+    while let Some(first) = from
+        && let Some(ino) = volume.wait(|| next(&*volume.meta.read(), first))?
+    {
         stop.check()?;
         while volume.wait(|| volume.truncate_step(ino))? || volume.wait(|| volume.reap_step(ino))? {
             stop.check()?;
         }
-        from = ino + 1;
+        from = ino.checked_add(1);
     }
     Ok(())
 }

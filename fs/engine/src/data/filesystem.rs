@@ -57,7 +57,7 @@ pub struct Filesystem {
     pub(super) completions: Arc<dyn Spawn>,
     /// Whether data of any file was ever lost.
     pub(super) has_lost_data: AtomicBool,
-    /// All of it is on the device, since it was closed.
+    /// It was closed, and all of it is on the device.
     written_down: AtomicBool,
 }
 

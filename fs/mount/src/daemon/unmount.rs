@@ -32,6 +32,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// What is said of a volume that the daemon did not write down.
 const LOST: &str = "the volume could not be written down: what was not synced before is lost; \
                     journalctl -t mount.gpunvme says why, and the next mount recovers the rest";
+
 /// Why a daemon was not waited for to its end.
 const STILL_BUSY: &str = "the daemon still has the device: mounted in another namespace too, or a slow device";
 
