@@ -49,7 +49,15 @@ impl SetAttributes {
 impl Volume {
     /// Attributes as the tree has them; a file that is being written has newer ones in memory.
     pub fn stored_attributes(&self, ino: u64) -> Attempt<Attributes> {
-        Ok(Attributes { ino, inode: load(&*self.meta.read(), ino)? })
+        if let Some(inode) = self.directories.attributes(ino) {
+            return Ok(Attributes { ino, inode });
+        }
+        let meta = self.meta.read();
+        let inode = load(&*meta, ino)?;
+        if inode.is_dir() {
+            self.directories.keep(self.directories.now(ino, &inode));
+        }
+        Ok(Attributes { ino, inode })
     }
 
     /// The same of several inodes, whose numbers are possible ones; it takes less time than one by

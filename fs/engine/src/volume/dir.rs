@@ -107,6 +107,13 @@ pub(crate) fn add(op: &mut Op, dir: u64, entry: &Dirent) -> Attempt<()> {
     Err(FsError::NoSpace.into())
 }
 
+/// Removes an entry.
+pub(crate) fn remove(op: &mut Op, key: Key) -> Attempt<()> {
+    tree::remove(op, key)?;
+    op.is_gone(key);
+    Ok(())
+}
+
 /// Whether the directory has no entries.
 pub(crate) fn is_empty(blocks: &impl Blocks, dir: u64) -> Attempt<bool> {
     let first = tree::scan(blocks, Key::new(dir, Kind::Dirent, 0), |key, _| Ok(ControlFlow::Break(key)))?;
@@ -116,6 +123,9 @@ pub(crate) fn is_empty(blocks: &impl Blocks, dir: u64) -> Attempt<bool> {
 impl Volume {
     /// Inode behind a name.
     pub(crate) fn lookup(&self, dir: u64, name: &[u8]) -> Attempt<u64> {
+        if name.len() <= NAME_MAX && self.directories.lacks(dir, dirent_offset(&self.name_key, name)) {
+            return Err(FsError::NotFound.into());
+        }
         let meta = self.meta.read();
         match find(&*meta, dir, name)? {
             Some(found) => Ok(found.ino),

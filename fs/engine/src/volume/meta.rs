@@ -8,6 +8,7 @@ use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 
 use super::busy::Busy;
 use super::cache::Cache;
+use super::directories::Directories;
 use super::place::Place;
 use super::promised::Promised;
 use super::reserved::ReservedChunks;
@@ -64,6 +65,8 @@ pub(crate) struct Meta {
     pub operations: u64,
     /// Versions of the mappings of files, also for readers without the lock.
     pub versions: Arc<Versions>,
+    /// What is known of directories, also to readers without the lock.
+    pub directories: Arc<Directories>,
 }
 
 /// Where the allocator looks first.
@@ -85,6 +88,8 @@ impl Meta {
     /// Metadata of a volume whose state block was read.
     pub fn new(superblock: &Superblock, state_block: Block, state: State, sequence: u64, cache: usize) -> Meta {
         let geometry = superblock.geometry();
+        let versions = Arc::<Versions>::default();
+        let directories = Arc::new(Directories::new(versions.clone(), cache));
         let mut cache = Cache::new(cache);
         cache.put(state_block.address(), Arc::new(state_block));
         Meta {
@@ -108,7 +113,8 @@ impl Meta {
             hints: Hints::default(),
             checkpoints: 0,
             operations: 0,
-            versions: Arc::default(),
+            versions,
+            directories,
         }
     }
 

@@ -22,6 +22,7 @@ mod attr;
 mod busy;
 mod cache;
 pub(crate) mod dir;
+mod directories;
 mod discard;
 pub(crate) mod epoch;
 pub(crate) mod extents;

@@ -66,6 +66,7 @@ impl Volume {
         let (ino, inode) = new_inode(&mut op, context, parent, &directory, new)?;
         dir::add(&mut op, parent, &Dirent { ino, file_type: inode.file_type(), name })?;
         change_directory(&mut op, context, parent, 1, i32::from(inode.is_dir()))?;
+        op.made = inode.is_dir().then_some(ino);
         Ok((Attributes { ino, inode }, op.finish()))
     }
 
@@ -121,7 +122,7 @@ impl Volume {
         if found.file_type == FileType::Directory {
             return Err(FsError::IsDirectory.into());
         }
-        tree::remove(&mut op, found.key)?;
+        dir::remove(&mut op, found.key)?;
         let nlink = drop_link(&mut op, context, found.ino)?;
         change_directory(&mut op, context, parent, -1, 0)?;
         op.finish();
@@ -139,10 +140,11 @@ impl Volume {
         if !dir::is_empty(&op, found.ino)? {
             return Err(FsError::NotEmpty.into());
         }
-        tree::remove(&mut op, found.key)?;
+        dir::remove(&mut op, found.key)?;
         drop_link(&mut op, context, found.ino)?;
         change_directory(&mut op, context, parent, -1, -1)?;
         op.finish();
+        self.directories.removed(found.ino);
         Ok(found.ino)
     }
 
@@ -189,13 +191,13 @@ impl Volume {
             if is_dir && !dir::is_empty(&op, target.ino)? {
                 return Err(FsError::NotEmpty.into());
             }
-            tree::remove(&mut op, target.key)?;
+            dir::remove(&mut op, target.key)?;
             if drop_link(&mut op, context, target.ino)? == 0 {
                 orphaned = Some(target.ino);
             }
             change_directory(&mut op, context, new_parent, -1, -i32::from(is_dir))?;
         }
-        tree::remove(&mut op, source.key)?;
+        dir::remove(&mut op, source.key)?;
         dir::add(&mut op, new_parent, &Dirent { ino: source.ino, file_type: source.file_type, name: new_name })?;
         if parent == new_parent {
             change_directory(&mut op, context, parent, 0, 0)?;
@@ -205,6 +207,7 @@ impl Volume {
         }
         moved(&mut op, context, source, new_parent)?;
         op.finish();
+        orphaned.into_iter().for_each(|ino| self.directories.removed(ino));
         Ok(Renamed::Done(orphaned))
     }
 
@@ -280,11 +283,14 @@ fn new_inode(op: &mut Op, context: &Context, parent: u64, directory: &Inode, new
 
 /// Notes in a directory that entries came or went.
 fn change_directory(op: &mut Op, context: &Context, dir: u64, entries: i64, subdirectories: i32) -> Attempt<()> {
-    inode::change(op, dir, |inode| {
+    let changed = inode::change(op, dir, |inode| {
         inode.size = inode.size.saturating_add_signed(entries);
         inode.nlink = inode.nlink.saturating_add_signed(subdirectories);
         inode::entries_changed(inode, context.now);
-    })
+        *inode
+    })?;
+    op.directory_is(dir, &changed);
+    Ok(())
 }
 
 /// Takes one name from an inode; without names it becomes an orphan. Returns how many names are

@@ -5,10 +5,11 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use gpunvme_layout::{Block, BlockKind, Geometry, Key, Kind, State, node};
+use gpunvme_layout::{Block, BlockKind, Geometry, Inode, Key, Kind, State, node};
 use parking_lot::RwLockWriteGuard;
 
 use super::cache::Entry;
+use super::directories::Known;
 use super::meta::{Blocks, Hints, Meta};
 use super::place::Place;
 use super::promised::{NODE_PARTS, Promised};
@@ -18,6 +19,9 @@ use crate::error::{Attempt, Fail, FsError, Stall};
 
 /// Number of leaves whose place an operation remembers: most operations go back to a few.
 const PLACES: usize = 4;
+/// Directories whose entries an operation changes at the most, and entries that it removes.
+const ENTRIES: usize = 2;
+
 /// One operation that changes metadata.
 pub(crate) struct Op<'a> {
     meta: RwLockWriteGuard<'a, Meta>,
@@ -41,6 +45,12 @@ pub(crate) struct Op<'a> {
     pub redeemed: u64,
     /// Promised nodes that the operation may redeem, in parts, as far as it took some.
     pub promised_parts: u64,
+    /// Directories that the operation has changed.
+    directories: [Option<Known>; ENTRIES],
+    /// Entries that it has removed.
+    gone: [Option<Key>; ENTRIES],
+    /// The directory that it makes.
+    pub made: Option<u64>,
     finished: bool,
 }
 
@@ -87,16 +97,35 @@ impl<'a> Op<'a> {
             margin_chunks: 0,
             redeemed: 0,
             promised_parts: 0,
+            directories: [None; ENTRIES],
+            gone: [None; ENTRIES],
+            made: None,
             finished: false,
         })
     }
 
     /// Notes that the item of a key changes, before it does.
-    pub fn changes(&self, key: Key) {
+    pub fn changes(&mut self, key: Key) {
         let ino = key.ino();
         if key.is(ino, Kind::Extent) || key.is(ino, Kind::Inode) {
             self.meta.versions.change(ino);
+        } else if key.is(ino, Kind::Dirent) {
+            self.meta.directories.may_have(ino, key.offset());
+            self.gone.iter_mut().filter(|gone| **gone == Some(key)).for_each(|gone| *gone = None);
         }
+    }
+
+    /// Notes what a directory has become.
+    pub fn directory_is(&mut self, ino: u64, inode: &Inode) {
+        let known = Some(self.meta.directories.now(ino, inode));
+        // One that changes twice is out of date in the first place, and is not kept.
+        self.directories = [known, self.directories[0]];
+    }
+
+    /// Notes that an entry was removed.
+    pub fn is_gone(&mut self, key: Key) {
+        debug_assert!(self.gone[1].is_none(), "no operation removes more entries");
+        self.gone = [Some(key), self.gone[0]];
     }
 
     /// Root and counters, for a change.
@@ -212,6 +241,10 @@ impl<'a> Op<'a> {
         for chunk in std::mem::take(&mut self.emptied) {
             self.meta.emptied.push((chunk, sequence));
         }
+        let directories = &self.meta.directories;
+        self.directories.into_iter().flatten().for_each(|known| directories.keep(known));
+        self.gone.into_iter().flatten().for_each(|key| directories.gone(key.ino(), key.offset()));
+        self.made.into_iter().for_each(|dir| directories.made(dir));
         self.finished = true;
         sequence
     }

@@ -11,6 +11,7 @@ use gpunvme_layout::{Block, Corrupt, Geometry, Key, State, Superblock, Timestamp
 use parking_lot::Mutex;
 
 use super::cache::CacheUse;
+use super::directories::Directories;
 use super::epoch::Epochs;
 use super::io::{check_block, read_blocks, read_scattered, read_superblock};
 use super::journal::recovery::{self, Recovered};
@@ -96,6 +97,9 @@ pub struct Volume {
     pub(crate) epochs: Arc<Epochs>,
     /// Of the mappings of files.
     pub(crate) versions: Arc<Versions>,
+    /// Key of the hash of names.
+    pub(super) name_key: [u8; 16],
+    pub(super) directories: Arc<Directories>,
     /// Data that the device has, and may lose with power.
     pub(crate) unflushed: Unflushed,
     /// The error that stopped all writing.
@@ -180,6 +184,8 @@ impl Volume {
             superblock,
             read_only,
             versions: meta.versions.clone(),
+            name_key: meta.names.key,
+            directories: meta.directories.clone(),
             meta: MetaLock::new(meta),
             anchors: Mutex::new(recovered.anchors),
             journal: Mutex::new(recovered.journal),
@@ -257,6 +263,7 @@ impl Volume {
     /// Others take so many bytes of the memory that is for metadata ([`VolumeOptions::cache`]):
     /// less of that is kept, down to a quarter.
     pub fn give_way(&self, bytes: usize) {
+        let bytes = bytes + self.directories.memory();
         if self.meta.read().cache.has_to_give_way(bytes) {
             self.meta.write().cache.give_way(bytes);
         }
