@@ -6,7 +6,11 @@
 //!
 //! ```text
 //! cargo run --release -p gpunvme-fs --example ring_cost -- [SECONDS PER ROW]
+//! cargo run --release -p gpunvme-fs --example ring_cost -- run PROGRAM [ARGUMENT]...
 //! ```
+//!
+//! The second runs a program in the mount's directory instead, where `file` is a file of 1 GiB
+//! whose bytes come from nowhere: what a transfer costs without a device.
 
 use std::error::Error;
 use std::fs;
@@ -43,7 +47,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     {
         return use_ring(Path::new(root), work);
     }
-    let seconds = arguments.first().map_or("1", String::as_str);
     let dir = tempfile::tempdir()?;
     let device: Arc<dyn BlockDevice> = Arc::new(Blank(MemoryDevice::new(16 << 30)));
     let options = FormatOptions { label: "cost".into(), uuid: [7; 16], hash_key: [9; 16], now: system_time(), owner: (0, 0) };
@@ -52,7 +55,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         data::Options { volume: VolumeOptions { read_only: false, cache: 256 << 20, discard: false }, write_buffer: 64 << 20 };
     let fs = Filesystem::open(Io::threaded(device, 1)?, options, Workers::new("completion", 2)?)?;
     let session = mount(&fs, dir.path())?;
-    let measured = measure(dir.path(), seconds);
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let measured = match words[..] {
+        ["run", program, ref rest @ ..] => run(dir.path(), program, rest),
+        [seconds] => measure(dir.path(), seconds),
+        _ => measure(dir.path(), "1"),
+    };
     rustix::mount::unmount(dir.path(), UnmountFlags::empty())?;
     session.join().finish()?;
     session.end()?;
@@ -105,6 +113,13 @@ fn measure(root: &Path, seconds: &str) -> Result<(), Box<dyn Error>> {
         );
     }
     Ok(())
+}
+
+/// Runs a program in the mount's directory, where the file has its place on the device.
+fn run(root: &Path, program: &str, arguments: &[&str]) -> Result<(), Box<dyn Error>> {
+    start(root, &["fill"])?.wait_with_output()?;
+    let status = Command::new(program).args(arguments).current_dir(root).status()?;
+    if status.success() { Ok(()) } else { Err(format!("{program}: {status}").into()) }
 }
 
 /// Starts this program as a process with a ring on the mount.
