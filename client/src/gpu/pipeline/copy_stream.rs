@@ -46,7 +46,9 @@ const ENOUGH: u64 = 64 << 10;
 /// Or when the first has waited this long: about as long as the copy itself takes.
 const HOLD: Duration = Duration::from_micros(20);
 /// Bytes that copy engines copy in one batch, or one copy: all of a batch is known to be done when
-/// its last copy is, and a device that writes what was copied would wait for it.
+/// its last copy is, and a device that writes what was copied would wait for it. Of reads it may be
+/// half of what waits, where that is more: the word behind each batch takes a copy engine as long
+/// as some 60 KiB.
 const TOGETHER: u64 = 4 * ENOUGH;
 /// Bytes of a cached range that the kernel moves in one batch.
 const TOGETHER_BY_KERNEL: u64 = 1 << 20;
@@ -327,8 +329,10 @@ impl CopyStream {
     /// number of small ones at once.
     fn next_batch(&self) -> usize {
         let (mut bytes, mut by_kernel, mut moves) = (0, 0, 0);
+        let most_of_reads = TOGETHER.max(self.waiting_bytes / 2);
         let is_one_more = |copy: &Copy| {
-            let full = bytes >= TOGETHER && copy.len > SMALL || by_kernel >= TOGETHER_BY_KERNEL;
+            let most = if copy.direction == Direction::Read { most_of_reads } else { TOGETHER };
+            let full = bytes >= most && copy.len > SMALL || by_kernel >= TOGETHER_BY_KERNEL;
             if matches!(copy.other, Other::Cached(_)) && copy.kernel() != Kernel::Never {
                 by_kernel += copy.len;
                 moves += copy.len.div_ceil(MOVE) as usize;

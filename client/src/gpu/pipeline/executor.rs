@@ -14,6 +14,7 @@ use crate::file::File;
 use crate::gpu::answer::Deliveries;
 use crate::gpu::memory::pieces::{self, Blocks, PieceRange};
 use crate::gpu::memory::registrations::Lease;
+use crate::gpu::memory::slots::CHUNK;
 use crate::gpu::outcome::{action, cancelled, from_cache, not_cached, of_piece};
 use crate::gpu::page_cache::PageCache;
 use crate::gpu::page_cache::cached_file::Cached;
@@ -34,6 +35,9 @@ use std::time::{Duration, Instant};
 
 /// Bytes that a request may begin in one turn.
 const TURN: u64 = 256 << 10;
+/// Requests from which on each is cut into the longest pieces: what reads while others are copied
+/// are then other requests.
+const SEVERAL: usize = 4;
 /// The longest piece that is copied from a cached range: a link of 55 GB/s takes about 40 us for
 /// it, in which the next is begun.
 const CACHED_PIECE: u64 = 2 << 20;
@@ -370,6 +374,7 @@ impl Executor {
     fn cut_some(&mut self, id: usize) -> bool {
         let mut left = TURN;
         let mut any = false;
+        let are_several = self.requests.len() >= SEVERAL;
         loop {
             let active = &mut self.requests[id];
             if self.ring.has_ended() {
@@ -389,6 +394,8 @@ impl Executor {
             }
             let (cached_range, rest) = active.cached_range(range);
             let request = &active.request;
+            let by_device = active.slot_user(range) == SlotUser::Device;
+            let piece_len = if are_several && by_device { CHUNK as u64 } else { request.piece_len };
             let part = &request.parts[range.part];
             let (direction, offset) = (request.direction, part.file_offset + range.within);
             if cached_range.is_none() && request.require.route == Some(Route::Cache) {
@@ -402,9 +409,9 @@ impl Executor {
                 let wanted = if rest > CACHED_PIECE { half.min(CACHED_PIECE) } else { rest };
                 (PieceRange { file_offset: offset, slot_offset: 0, len: wanted, skip: 0, wanted }, None)
             } else if part.registered.is_ok() {
-                (pieces::first_unstaged(self.blocks, offset, rest, request.piece_len), None)
+                (pieces::first_unstaged(self.blocks, offset, rest, piece_len), None)
             } else {
-                let piece = pieces::first(direction, self.blocks, offset, rest, request.piece_len);
+                let piece = pieces::first(direction, self.blocks, offset, rest, piece_len);
                 let copy_stream = copy_stream(&mut self.copy_streams, part.allocation.gpu);
                 let slot = copy_stream.take_slot(piece.slot_len(), active.slot_user(range));
                 if slot.is_none() {
