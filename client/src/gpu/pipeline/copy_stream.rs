@@ -47,8 +47,8 @@ const ENOUGH: u64 = 64 << 10;
 const HOLD: Duration = Duration::from_micros(20);
 /// Bytes that copy engines copy in one batch, or one copy: all of a batch is known to be done when
 /// its last copy is, and a device that writes what was copied would wait for it. Of reads it may be
-/// half of what waits, where that is more: the word behind each batch takes a copy engine as long
-/// as some 60 KiB.
+/// half of what waits, where that is more: nothing is copied while the word behind a batch is
+/// written.
 const TOGETHER: u64 = 4 * ENOUGH;
 /// Bytes of a cached range that the kernel moves in one batch.
 const TOGETHER_BY_KERNEL: u64 = 1 << 20;

@@ -19,7 +19,7 @@ use zerocopy::IntoBytes;
 /// Words of a row.
 const ROW: u32 = 1024;
 /// For what a filesystem keeps for itself.
-const SPARE: u64 = 512 << 20;
+pub const SPARE: u64 = 512 << 20;
 
 pub fn measure(gpu: Gpu, quick: bool) {
     let (len, count, blocks) = if quick { (16 << 20, 500, 16) } else { (8u64 << 30, 100_000, 264) };
@@ -70,7 +70,7 @@ pub fn measure(gpu: Gpu, quick: bool) {
 }
 
 /// Takes a file out of the page cache.
-fn forget(path: &Path) {
+pub fn forget(path: &Path) {
     let file = fs::File::open(path).unwrap();
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
 }

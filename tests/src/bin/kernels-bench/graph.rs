@@ -62,26 +62,37 @@ impl Graph {
     }
 }
 
-/// What kernels search.
-struct Search<'a> {
+/// A search from vertex 0, by kernels.
+pub struct Search<'a> {
     module: &'a Module,
     first: Memory,
     levels: Memory,
     found: Memory,
     vertices: u32,
+    /// Levels beyond which it does not go.
+    hops: u32,
     expected: Vec<u32>,
     blocks: u32,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    /// Of a graph whose vertex v has the edges from `first[v]` to `first[v + 1]`: so many hops,
+    /// which reach what `expected` has, by so many blocks.
+    pub fn new(module: &'a Module, first: &[u64], (hops, expected): (u32, Vec<u32>), blocks: u32) -> Search<'a> {
+        let gpu = module.gpu;
+        let (levels, found) = (holding(gpu, expected.as_bytes()), holding(gpu, &[0; 4]));
+        let vertices = expected.len() as u32;
+        Search { module, first: holding(gpu, first.as_bytes()), levels, found, vertices, hops, expected, blocks }
+    }
+
     /// How long it takes, with every level compared.
-    fn run(&self, name: &str, words: &[u8]) -> Duration {
+    pub fn run(&self, name: &str, words: &[u8]) -> Duration {
         let gpu = self.module.gpu;
         let mut levels = vec![u32::MAX; self.vertices as usize];
         levels[0] = 0;
         put(gpu, &self.levels, levels.as_bytes());
         let begun = Instant::now();
-        for now in 0u32.. {
+        for now in 0..self.hops {
             put(gpu, &self.found, &[0; 4]);
             let reports = Reports::new(gpu, self.blocks);
             let [first, levels, found] = [&self.first, &self.levels, &self.found].map(Memory::address);
@@ -111,18 +122,9 @@ pub fn measure(gpu: Gpu, quick: bool) {
     mount.sync().unwrap();
     let module = Module::new(gpu, ARRAYS);
     let ring = GpuRing::on_gpu(&mount, gpu.index(), GpuRingSettings::default()).unwrap();
-    let vertices = graph.first.len() as u32 - 1;
-    let search = Search {
-        module: &module,
-        first: holding(gpu, graph.first.as_bytes()),
-        levels: holding(gpu, &vec![0; vertices as usize * 4]),
-        found: holding(gpu, &[0; 4]),
-        vertices,
-        expected: graph.levels(),
-        blocks: if quick { 16 } else { 528 },
-    };
+    let search = Search::new(&module, &graph.first, (u32::MAX, graph.levels()), if quick { 16 } else { 528 });
     head(
-        &format!("Breadth-first search, {vertices} vertices, {} MiB of edges; ms", len >> 20),
+        &format!("Breadth-first search, {} vertices, {} MiB of edges; ms", search.vertices, len >> 20),
         &["edges", "until it can begin", "the search", "together"],
     );
     let show = |name: &str, before: Duration, took: Duration| row(name, &[ms(before), ms(took), ms(before + took)]);

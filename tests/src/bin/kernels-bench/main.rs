@@ -10,6 +10,7 @@ mod gather;
 mod graph;
 mod hits;
 mod layers;
+mod near;
 mod reads;
 mod row;
 mod transfers;
@@ -29,7 +30,7 @@ struct Arguments {
     /// Leave out what runs kernels: for the software driver, which runs none.
     #[arg(long)]
     without_kernels: bool,
-    /// Only these: reads, array, cold, graph, layers.
+    /// Only these: reads, array, cold, near, graph, layers.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -54,6 +55,9 @@ fn main() -> ExitCode {
     }
     if wants("cold") && kernels {
         cold::measure(gpu, quick);
+    }
+    if wants("near") && kernels {
+        near::measure(gpu, quick);
     }
     if wants("graph") && kernels {
         graph::measure(gpu, quick);

@@ -86,11 +86,16 @@ fn share(reads: u64, in_flight: u64) -> f64 {
 
 /// A file of the words that kernels expect.
 pub fn write_words(path: &Path, len: u64) {
+    write_each(path, len, word_at);
+}
+
+/// A file of `len` bytes, each word of which depends on its number.
+pub fn write_each(path: &Path, len: u64, word: impl Fn(u64) -> u32) {
     let mut file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(path).unwrap();
     let each = 1 << 20;
     for from in (0..len / 4).step_by(each) {
         let words = from..(from + each as u64).min(len / 4);
-        file.write_all(&words.flat_map(|n| word_at(n).to_le_bytes()).collect::<Vec<_>>()).unwrap();
+        file.write_all(&words.flat_map(|n| word(n).to_le_bytes()).collect::<Vec<_>>()).unwrap();
     }
 }
 
