@@ -12,7 +12,7 @@ use gpunvme::gpu::{Segment, Transfers};
 use gpunvme::{Error, File, Mount, Ring, Wait};
 use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, from_the_device, mapped, own_stream, take_access};
-use gpunvme_tests::mounted::{Mounted, text};
+use gpunvme_tests::mounted::{Image, Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
 use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::process::{Signal, kill_process};
@@ -55,6 +55,29 @@ fn what_holds_on_a_gpu_holds_on_the_software_driver() {
 fn requests_are_answered_whose_streams_a_kernel_that_crashes_ended() {
     needs_mount!();
     with_software_cuda("", || CRASH_CHECK.1(&Site::new(gpu())));
+}
+
+/// A caller's own pool has room for one device's work.
+#[test]
+fn of_a_volume_of_several_devices_callers_do_short_requests_only() {
+    needs_mount!();
+    with_software_cuda("", || {
+        for (members, long) in [(1, 2), (2, 1)] {
+            let volume = Image::striped(members, 96 << 20).mount();
+            let (file, bytes, memory) = sample(&volume, 16);
+            let mount = Mount::open(volume.root()).unwrap();
+            let made = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "ring").unwrap().1;
+            let transfers = Transfers::new(&mount).unwrap();
+            // SAFETY: the memory is this test's.
+            assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), 16 * MIB);
+            assert!(look(&memory) == bytes);
+            assert_eq!(made(), long, "16 MiB of {members} devices");
+            let short = [Segment { len: MIB, ..whole(&memory)[0] }];
+            // SAFETY: as above.
+            assert_eq!(unsafe { transfers.read(&file, &short) }.unwrap().bytes(), MIB);
+            assert_eq!(made(), 2, "1 MiB of {members} devices");
+        }
+    });
 }
 
 /// Rings and pools of callers are for speed alone.

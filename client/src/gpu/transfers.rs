@@ -117,7 +117,7 @@ impl Transfers {
             mount: mount.clone(),
             caching: settings.caching,
             registrations: Registrations::new(cuda, mount, info.reason, settings.registered),
-            inline: InlineExecutors::new(settings.callers, page_cache.clone()),
+            inline: InlineExecutors::new(settings.callers, info.devices, page_cache.clone()),
             page_cache,
             pool: settings.pool(info.devices),
             alignment: (info.memory_alignment.max(info.logical_block) as usize).max(512),
@@ -511,11 +511,8 @@ impl Inner {
 
     /// A free executor for a request, if it is short enough and there is one.
     fn inline_executor(&self, found: &Found) -> Option<InlineExecutor<'_>> {
-        if found.bytes > inline::LONGEST || found.parts.len() > inline::PARTS {
-            return None;
-        }
         let has_all = |executor: &Executor| found.gpus().all(|gpu| executor.has_copy_stream(gpu));
-        let mut executor = self.inline.take(&self.mount, self.blocks, found.bytes, has_all)?;
+        let mut executor = self.inline.take(&self.mount, self.blocks, (found.bytes, found.parts.len()), has_all)?;
         for gpu in found.gpus() {
             if !executor.has_copy_stream(gpu) {
                 executor
@@ -584,7 +581,7 @@ impl Drop for Inner {
         // are done: this may be a callback, and the worker the thread that it runs on.
         self.kernels.get_mut().clear();
         let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
-        let inline = std::mem::replace(&mut self.inline, InlineExecutors::new(0, self.page_cache.clone()));
+        let inline = std::mem::replace(&mut self.inline, InlineExecutors::new(0, 1, self.page_cache.clone()));
         self.mailbox.send(|mail| mail.end = Some(inline));
         if let Some(streams) = self.streams.get_mut().take().and_then(Arc::into_inner) {
             streams.end(worker.is_some());

@@ -26,11 +26,12 @@ use std::time::Duration;
 
 /// Bytes of a short request: as many as there are callers may be done at once.
 const SHORT: u64 = CHUNK as u64;
-/// Bytes of the longest request. Of those that are not short one is done at a time, for a caller
-/// that is alone with it: many pools, each with pieces on their way, would not stay in the
-/// processor's cache. What is longer still has more in flight, by the worker, than such an executor
-/// has room for.
-pub const LONGEST: u64 = 16 << 20;
+/// Bytes of the longest request, where the volume has one device. Of those that are not short one
+/// is done at a time, for a caller that is alone with it: many pools, each with pieces on their
+/// way, would not stay in the processor's cache. What is longer still has more in flight, by the
+/// worker, than such an executor has room for; and so has what is not short where several devices
+/// are to be kept busy.
+const LONGEST: u64 = 16 << 20;
 /// Such an executor's pool on a GPU: a short request has room, also where its pieces are rounded
 /// outwards, and devices may use all of it.
 pub const POOL: Pool = Pool { len: 2 * CHUNK, of_devices: 2 * CHUNK };
@@ -38,7 +39,7 @@ pub const POOL: Pool = Pool { len: 2 * CHUNK, of_devices: 2 * CHUNK };
 pub const PIECE: u64 = (POOL.len / 4) as u64;
 /// Parts that a request may have, and entries of its ring: a request of more is better off among
 /// the many that the library's thread has in flight.
-pub const PARTS: usize = 8;
+const PARTS: usize = 8;
 /// How long a caller looks for completions before it sleeps: longer than an SSD takes for most
 /// requests. Being woken would take longer than the copy to the GPU.
 const SPIN_LIMIT: Duration = Duration::from_micros(250);
@@ -55,6 +56,8 @@ thread_local! {
 /// InlineExecutors: each comes into being when all others are in use.
 pub struct InlineExecutors {
     executors: Box<[OnceLock<Mutex<Executor>>]>,
+    /// Bytes of the longest request.
+    longest: u64,
     /// Held by the thread that makes an executor.
     making: Mutex<()>,
     /// Held by the thread whose request is not short.
@@ -85,22 +88,26 @@ impl DerefMut for InlineExecutor<'_> {
 }
 
 impl InlineExecutors {
-    /// Has at most `most` executors, and none yet.
-    pub fn new(most: usize, page_cache: Arc<PageCache>) -> InlineExecutors {
+    /// Has at most `most` executors, and none yet, for a volume of so many devices.
+    pub fn new(most: usize, devices: u32, page_cache: Arc<PageCache>) -> InlineExecutors {
         let executors = (0..most.min(MOST)).map(|_| OnceLock::new()).collect();
+        let longest = if devices > 1 { SHORT } else { LONGEST };
         let (making, long, full) = (Mutex::new(()), Mutex::new(()), AtomicBool::new(false));
-        InlineExecutors { executors, making, long, page_cache, full }
+        InlineExecutors { executors, longest, making, long, page_cache, full }
     }
 
-    /// A free one for a request of so many bytes, if there is one: when no more of anything is to
-    /// be had, one that `has_all` a request needs.
+    /// A free one for a request of so many bytes in so many parts, if there is one: when no more of
+    /// anything is to be had, one that `has_all` a request needs.
     pub fn take(
         &self,
         mount: &Mount,
         blocks: Blocks,
-        bytes: u64,
+        (bytes, parts): (u64, usize),
         has_all: impl Fn(&Executor) -> bool,
     ) -> Option<InlineExecutor<'_>> {
+        if bytes > self.longest || parts > PARTS {
+            return None;
+        }
         let long = if bytes > SHORT { Some(self.long.try_lock()?) } else { None };
         let executor = self.free(mount, blocks, has_all)?;
         Some(InlineExecutor { executor, _long: long })
