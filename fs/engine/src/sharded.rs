@@ -22,6 +22,11 @@ impl<S> Sharded<S> {
         self.0[shard_of(ino)].0.lock()
     }
 
+    /// The shard of that number, counted round.
+    pub fn nth(&self, number: usize) -> MutexGuard<'_, S> {
+        self.0[number % SHARDS].0.lock()
+    }
+
     /// All shards, one after the other.
     pub fn lock_each(&self) -> impl Iterator<Item = MutexGuard<'_, S>> {
         self.0.iter().map(|shard| shard.0.lock())
@@ -46,8 +51,10 @@ impl<S> Sharded<S> {
     }
 }
 
+/// Numbers that are a multiple of something apart spread over all shards, too (multiplicative
+/// hashing by the golden ratio).
 fn shard_of(ino: u64) -> usize {
-    ino as usize % SHARDS
+    (ino.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - SHARDS.ilog2())) as usize
 }
 
 #[cfg(test)]
@@ -55,6 +62,15 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+
+    #[test]
+    fn inodes_at_any_distance_spread_over_the_shards() {
+        for distance in [1, 2, 7, 16, 48, 1024, 1 << 20] {
+            let mut counts = [0; SHARDS];
+            (0..1600).for_each(|n| counts[shard_of(n * distance)] += 1);
+            assert!(counts.iter().all(|count| (50..200).contains(count)), "{distance}: {counts:?}");
+        }
+    }
 
     #[test]
     fn each_inode_is_visited_once_with_the_shard_that_it_belongs_to() {

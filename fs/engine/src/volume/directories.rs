@@ -23,9 +23,13 @@ use crate::sharded::Sharded;
 
 /// Directories whose attributes are known at the most.
 const PLACES: usize = 1024;
-/// Memory for a name at the most, in bytes: its offset and the table's mark of it, with as much
-/// room again before the table grows.
+/// Memory for a name, in bytes: its offset and the table's mark of it, in a table of twice the
+/// size. One that names have gone from may have twice as much room again.
 const NAME_MEMORY: usize = 20;
+/// Names of one directory at the most: when its table grows all other operations wait.
+const LARGEST: usize = 100_000;
+/// Names that a table has room for at the least.
+const SMALLEST: usize = 16;
 /// What a directory takes besides its names, in names.
 const DIRECTORY: usize = 8;
 /// One in so many bytes of the metadata cache is a name that may be known.
@@ -40,12 +44,15 @@ pub(crate) struct Known {
     version: u64,
 }
 
+/// The offsets of the entries of some directories.
+type Shard = FxHashMap<u64, FxHashSet<u64>>;
+
 /// The directories of a volume.
 pub(crate) struct Directories {
     versions: Arc<Versions>,
     attributes: Box<[Mutex<Option<Known>>; PLACES]>,
     /// Offsets of all entries of a directory, and perhaps some more.
-    names: Sharded<FxHashMap<u64, FxHashSet<u64>>>,
+    names: Sharded<Shard>,
     /// Names in all directories, with [`DIRECTORY`] for each of these.
     count: AtomicUsize,
     /// Where this ends.
@@ -62,7 +69,7 @@ impl Directories {
         Directories { versions, attributes, names: Sharded::default(), count, most: cache / CACHE_PER_NAME, hand }
     }
 
-    /// Memory for names, in bytes, at the most.
+    /// Memory for names, in bytes.
     pub fn memory(&self) -> usize {
         self.count.load(Ordering::Relaxed) * NAME_MEMORY
     }
@@ -86,7 +93,7 @@ impl Directories {
     }
 
     fn place(&self, ino: u64) -> &Mutex<Option<Known>> {
-        &self.attributes[ino as usize % PLACES]
+        &self.attributes[(ino.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - PLACES.ilog2())) as usize]
     }
 
     /// Whether a directory has no entry at this offset, nor at those behind it for names of the
@@ -109,8 +116,9 @@ impl Directories {
         let Some(names) = shard.get_mut(&dir) else { return };
         if !offset.is_multiple_of(DIRENT_SLOTS) {
             // Two names with one hash: the one that goes would take the other's place along.
-            let gone = shard.remove(&dir);
-            self.forgotten(gone.as_ref());
+            self.forget(&mut shard, dir);
+        } else if names.len() == LARGEST && !names.contains(&offset) {
+            self.forget(&mut shard, dir);
         } else if names.insert(offset) && self.count.fetch_add(1, Ordering::Relaxed) >= self.most {
             drop(shard);
             self.make_room();
@@ -119,29 +127,42 @@ impl Directories {
 
     /// The entry at this offset of a directory has gone.
     pub fn gone(&self, dir: u64, offset: u64) {
-        if self.names.lock(dir).get_mut(&dir).is_some_and(|names| names.remove(&offset)) {
+        let mut shard = self.names.lock(dir);
+        let Some(names) = shard.get_mut(&dir) else { return };
+        if names.remove(&offset) {
             self.count.fetch_sub(1, Ordering::Relaxed);
+            shrink(names.len(), names.capacity(), |len| names.shrink_to(len));
         }
     }
 
     /// A directory has gone.
     pub fn removed(&self, dir: u64) {
-        let gone = self.names.lock(dir).remove(&dir);
-        self.forgotten(gone.as_ref());
+        self.forget(&mut self.names.lock(dir), dir);
+    }
+
+    fn forget(&self, shard: &mut Shard, dir: u64) {
+        if let Some(names) = shard.remove(&dir) {
+            self.count.fetch_sub(names.len() + DIRECTORY, Ordering::Relaxed);
+            shrink(shard.len(), shard.capacity(), |len| shard.shrink_to(len));
+        }
     }
 
     /// Forgets the names of one shard's directories after another's until there is room.
     fn make_room(&self) {
         while self.count.load(Ordering::Relaxed) > self.most {
-            let hand = self.hand.fetch_add(1, Ordering::Relaxed) as u64;
-            let gone = std::mem::take(&mut *self.names.lock(hand));
-            self.forgotten(gone.values());
+            let mut shard = self.names.nth(self.hand.fetch_add(1, Ordering::Relaxed));
+            let gone = std::mem::take(&mut *shard);
+            let names: usize = gone.values().map(|names| names.len() + DIRECTORY).sum();
+            self.count.fetch_sub(names, Ordering::Relaxed);
         }
     }
+}
 
-    fn forgotten<'n>(&self, gone: impl IntoIterator<Item = &'n FxHashSet<u64>>) {
-        let names: usize = gone.into_iter().map(|names| names.len() + DIRECTORY).sum();
-        self.count.fetch_sub(names, Ordering::Relaxed);
+/// Has a table give back room that it has four times too much of. By itself it keeps the room of
+/// the most that it has ever had.
+fn shrink(len: usize, capacity: usize, shrink_to: impl FnOnce(usize)) {
+    if capacity > SMALLEST && len < capacity / 4 {
+        shrink_to(2 * len);
     }
 }
 
@@ -299,7 +320,7 @@ mod tests {
                 directories.may_have(dir, name * DIRENT_SLOTS);
             }
             assert!(directories.memory() <= (most + DIRECTORY) * NAME_MEMORY);
-            assert!(dir as usize + DIRECTORY <= most || !directories.lacks(dir, 1 << 20), "{dir}");
+            assert!(dir as usize - 1 + DIRECTORY <= most || !directories.lacks(dir, 1 << 20), "{dir}");
             directories.made(1000 + dir);
             assert!(directories.lacks(1000 + dir, DIRENT_SLOTS), "{dir}");
         }
@@ -307,6 +328,45 @@ mod tests {
         none.made(5);
         none.may_have(5, DIRENT_SLOTS);
         assert!(!none.lacks(5, DIRENT_SLOTS) && none.memory() == 0);
+    }
+
+    #[test]
+    fn names_that_are_gone_leave_no_room_behind() {
+        let directories = Directories::new(Arc::default(), 1 << 30);
+        let room = || {
+            directories
+                .names
+                .lock_each()
+                .flat_map(|shard| shard.values().map(FxHashSet::capacity).collect::<Vec<_>>())
+                .sum::<usize>()
+        };
+        for dir in 1..=20 {
+            directories.made(dir);
+            (1..=5000).for_each(|name| directories.may_have(dir, name * DIRENT_SLOTS));
+        }
+        assert!(room() >= 100_000);
+        for dir in 1..=20 {
+            (1..=5000).for_each(|name| directories.gone(dir, name * DIRENT_SLOTS));
+        }
+        assert!(room() <= 20 * 2 * SMALLEST, "{}", room());
+        assert_eq!(directories.memory(), 20 * DIRECTORY * NAME_MEMORY);
+        (1..=20).for_each(|dir| directories.removed(dir));
+        assert!(directories.names.lock_each().all(|shard| shard.capacity() <= 2 * SMALLEST));
+        assert_eq!(directories.memory(), 0);
+    }
+
+    #[test]
+    fn a_directory_that_is_too_large_is_forgotten_and_no_other() {
+        let directories = Directories::new(Arc::default(), 1 << 30);
+        directories.made(1);
+        directories.made(2);
+        (1..=LARGEST as u64).for_each(|name| directories.may_have(1, name * DIRENT_SLOTS));
+        let next = (LARGEST as u64 + 1) * DIRENT_SLOTS;
+        directories.may_have(1, DIRENT_SLOTS);
+        assert!(directories.lacks(1, next) && directories.lacks(2, next));
+        directories.may_have(1, next);
+        assert!(!directories.lacks(1, 2 * next) && directories.lacks(2, next));
+        assert_eq!(directories.memory(), DIRECTORY * NAME_MEMORY);
     }
 
     #[test]
