@@ -75,11 +75,10 @@ impl Mount {
     }
 
     /// Whether its daemon has gone without unmounting it. One that was stopped has not; while that
-    /// one does not answer, umount(8) finds its mount in use.
+    /// one does not answer, umount(8) finds its mount in use, and this process cannot end.
     pub fn is_dead(&self) -> bool {
         let dir = self.dir.clone();
-        let answer = within(ANSWER_LIMIT, move || lgetxattr(&dir, QUESTION, &mut [0; 0]).map(drop));
-        matches!(answer, Some(Err(Errno::NOTCONN | Errno::CONNABORTED)))
+        within(ANSWER_LIMIT, move || is_dead(&dir)).unwrap_or(false)
     }
 
     /// Whether it is one of ours that claims `device`, a path, and whose daemon has gone without
@@ -118,6 +117,12 @@ impl Mount {
             user: user.and_then(|user| std::str::from_utf8(user).ok()?.parse().ok()),
         })
     }
+}
+
+/// As [`Mount::is_dead`], of the mount on a directory. It waits for the daemon for as long as that
+/// takes, and the thread that does cannot be killed.
+pub fn is_dead(dir: &Path) -> bool {
+    matches!(lgetxattr(dir, QUESTION, &mut [0; 0]), Err(Errno::NOTCONN | Errno::CONNABORTED))
 }
 
 /// Whether both name the same device: the same text but for options, or the same file.

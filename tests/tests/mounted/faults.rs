@@ -3,6 +3,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme::{Mount, Operation, Ring};
 use gpunvme_tests::direct::{Buffer, extents, info};
+use gpunvme_tests::loop_device::LoopDevice;
 use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
 use gpunvme_tests::rings::{bytes_of, shared, wait_for};
 use gpunvme_tests::{needs_mount, programs, tree};
@@ -212,6 +214,137 @@ fn an_unmount_tells_of_names_that_were_lost_with_a_commit_before_it() {
     assert!(synced.is_err(), "the journal has no room on its device");
     let said = unmount_by_helper(&image);
     assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
+fn an_unmount_of_a_block_device_tells_of_what_was_lost() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = outer.0.path().join("image");
+    File::create(&image).unwrap().set_len(100 << 20).unwrap();
+    let Some(device) = LoopDevice::over("an_unmount_of_a_block_device_tells_of_what_was_lost", &image) else { return };
+    assert!(programs::command("mkfs.gpunvme").arg("-f").arg(device.path()).output().unwrap().status.success());
+    let mount_point = outer.0.path().join("mnt");
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(device.path()).arg(&mount_point);
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || ());
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+/// A server of a mount that an ordinary user may have made: it agrees on the protocol, and answers
+/// nothing after that, until it is dropped.
+struct Silent {
+    dir: tempfile::TempDir,
+    _connection: File,
+}
+
+impl Silent {
+    fn mount(source: &Path) -> Silent {
+        let dir = gpunvme_tests::scratch_dir();
+        let mut connection = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let options = format!("fd={},rootmode=40000,user_id=4711,group_id=4711,subtype=gpunvme", connection.as_raw_fd());
+        let options = std::ffi::CString::new(options).unwrap();
+        rustix::mount::mount(source, dir.path(), "fuse", rustix::mount::MountFlags::empty(), options.as_c_str()).unwrap();
+        let mut request = vec![0; 1 << 20];
+        let len = connection.read(&mut request).unwrap();
+        assert!(len >= 40, "INIT is the first");
+        // The header of a reply to it, and `struct fuse_init_out` of version 7.31.
+        let mut reply = vec![0; 16 + 64];
+        reply[..4].copy_from_slice(&80_u32.to_ne_bytes());
+        reply[8..16].copy_from_slice(&request[8..16]);
+        reply[16..20].copy_from_slice(&7_u32.to_ne_bytes());
+        reply[20..24].copy_from_slice(&31_u32.to_ne_bytes());
+        reply[36..40].copy_from_slice(&4096_u32.to_ne_bytes());
+        connection.write_all(&reply).unwrap();
+        // Requests that are read and not answered cannot be taken back by who made them.
+        let mut reader = connection.try_clone().unwrap();
+        std::thread::spawn(move || while reader.read(&mut request).is_ok_and(|len| len > 0) {});
+        Silent { dir, _connection: connection }
+    }
+}
+
+impl Drop for Silent {
+    fn drop(&mut self) {
+        let dev = is_mounted(self.dir.path()).then(|| {
+            let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+            let name = self.dir.path().to_str().unwrap().to_owned();
+            let line = table.lines().find(|line| line.split(' ').nth(4) == Some(&name)).unwrap().to_owned();
+            line.split(' ').nth(2).unwrap().split(':').nth(1).unwrap().to_owned()
+        });
+        if let Some(dev) = dev {
+            let _ = Command::new("mount").args(["-t", "fusectl", "none", "/sys/fs/fuse/connections"]).output();
+            let _ = fs::write(format!("/sys/fs/fuse/connections/{dev}/abort"), "1");
+            let _ = Command::new("umount").args(["-i", "-l"]).arg(self.dir.path()).output();
+        }
+    }
+}
+
+#[test]
+fn a_mount_whose_server_never_answers_holds_up_neither_its_unmount_nor_a_daemon_s_end() {
+    needs_mount!();
+    let folder = gpunvme_tests::scratch_dir();
+    let silent = Silent::mount(&folder.path().join("there is none"));
+    let begun = Instant::now();
+    let said = unmount_at(silent.dir.path());
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}: {}", begun.elapsed(), text(&said));
+    assert!(!is_mounted(silent.dir.path()), "{}", text(&said));
+    drop(silent);
+
+    // It names a device that root mounts.
+    let image = Image::formatted();
+    let silent = Silent::mount(&image.path());
+    let volume = image.mount();
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    // Its connection is closed only when all of its threads are gone.
+    let error = fs::metadata(volume.path("file")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "{error}");
+    drop(silent);
+    volume.abandon();
+}
+
+/// A mount that was moved over another is older than that.
+#[test]
+fn an_unmount_takes_the_uppermost_mount_and_hears_its_daemon() {
+    needs_mount!();
+    let (below, above) = (Mounted::new(), Image::formatted());
+    let aside = gpunvme_tests::scratch_dir();
+    let private = |dir: &Path| {
+        assert!(Command::new("mount").arg("--bind").args([dir, dir]).status().unwrap().success());
+        assert!(Command::new("mount").arg("--make-private").arg(dir).status().unwrap().success());
+    };
+    private(aside.path());
+    let dir = aside.path().join("dir");
+    fs::create_dir(&dir).unwrap();
+    let moving = programs::command("mount.gpunvme").arg(above.path()).arg(&dir).output().unwrap();
+    assert_eq!(text(&moving), "exit status: 0: ");
+    let table = || fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let root = below.root();
+    let second = Image::formatted();
+    let newer = programs::command("mount.gpunvme").arg(second.path()).arg(&root).output().unwrap();
+    assert_eq!(text(&newer), "exit status: 0: ");
+    assert!(Command::new("mount").arg("--move").args([&dir, &root]).status().unwrap().success());
+    let found = Command::new("pgrep").args(["-n", "-f"]).arg(above.path()).output().unwrap();
+    let daemon = rustix::process::Pid::from_raw(String::from_utf8(found.stdout).unwrap().trim().parse().unwrap()).unwrap();
+    // The kernel need not ask for them again.
+    fs::symlink_metadata(&root).unwrap();
+    rustix::process::kill_process(daemon, Signal::STOP).unwrap();
+    let begun = Instant::now();
+    let (said, took) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_secs(1));
+            rustix::process::kill_process(daemon, Signal::CONT).unwrap();
+        });
+        (unmount_at(&root), begun.elapsed())
+    });
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took > Duration::from_millis(900), "it waited for another daemon");
+    let table = table();
+    let is_listed = |image: &Image| table.contains(&image.path().display().to_string());
+    assert!(!is_listed(&above) && is_listed(&second), "the one that was moved is the uppermost");
+    assert_eq!(text(&unmount_at(&root)), "exit status: 0: ");
+    assert!(Command::new("umount").arg(aside.path()).status().unwrap().success());
+    below.unmount();
 }
 
 #[test]

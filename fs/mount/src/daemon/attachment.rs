@@ -251,7 +251,7 @@ impl Attachment {
         if !self.is_in_place() {
             return Err(Errno::INVAL);
         }
-        unmount::release(&self.dir, flags | UnmountFlags::NOFOLLOW)
+        unmount::release(&self.dir, flags | UnmountFlags::NOFOLLOW, true)
     }
 
     /// Writes down what is dirty in shared mappings, if it is in place.

@@ -21,6 +21,7 @@ mod limits;
 pub mod log;
 pub mod options;
 mod privileges;
+mod question;
 mod readahead;
 mod remount;
 mod serve;
@@ -50,6 +51,9 @@ use options::{Command, Options};
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     background::close_inherited();
     let args: Vec<OsString> = args.into_iter().collect();
+    if let Some(code) = question::answered(&args) {
+        return code;
+    }
     let name = args.first().and_then(|name| Path::new(name).file_name()).unwrap_or_default();
     if name.as_encoded_bytes().starts_with(b"umount") { run_unmount(args) } else { run_mount(args) }
 }

@@ -15,14 +15,13 @@ use super::lifecycle::Lifecycle;
 use super::options::Options;
 use super::settings::Transport;
 use super::superblock::{self, Superblock, Unclaimed};
-use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
+use super::{filter, mount_point, privileges, question, readahead, release_dead_mounts};
 use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::members::{self, ClaimedBy, GrowError};
-use gpunvme_programs::mounts::Mount;
 
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
@@ -67,7 +66,7 @@ impl std::fmt::Debug for Devices {
 pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>) -> Result<(), MountError> {
     let settings = &options.settings;
     let (device, superblock) = claim(options)?;
-    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, Mount::is_dead));
+    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, question::is_dead));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;
@@ -111,7 +110,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         })?;
         session.is_device(mount.dev());
         readahead::raise(mount.dev());
-        let last_word = LastWord::of(mount.dev());
+        let last_word = LastWord::of(mount.dev(), &options.device);
         if !privileges::is_unprivileged()
             && let Err(error) = filter::apply()
         {

@@ -4,6 +4,8 @@
 //! umount(8) calls it, where it is installed. Without it umount(8) unmounts just as well, but
 //! returns a moment before the volume is clean, since the kernel does not wait for FUSE daemons.
 
+use std::ffi::OsStr;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -12,12 +14,10 @@ use clap::Parser;
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
+use super::attachment::is_at_its_place;
 use super::error::MountError;
 use super::last_word::Awaited;
-use gpunvme_blockdev::OpenMode;
-use gpunvme_programs::claim::{ClaimError, await_release, may_have_writer};
-use gpunvme_programs::limited::within;
-use gpunvme_programs::members;
+use super::question::{Found, Question};
 use gpunvme_programs::mounts::Mount;
 
 /// How long the filesystem of a device may take to answer before the mount is taken away.
@@ -65,7 +65,7 @@ impl Arguments {
     pub(super) fn unmount(&self) -> Result<(), MountError> {
         let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", self.dir.display()));
         let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
-        let mount = Mount::on(&dir).map_err(|error| failed(&error))?;
+        let mount = uppermost(&dir).map_err(|error| failed(&error))?;
         if !mount.is_ours() {
             return Err(failed(&"not the mount of a gpunvme volume"));
         }
@@ -73,14 +73,17 @@ impl Arguments {
         let mut flags = UnmountFlags::NOFOLLOW;
         flags.set(UnmountFlags::DETACH, self.lazy);
         flags.set(UnmountFlags::FORCE, self.force);
-        let detach = || release(&dir, flags).map_err(|error| failed(&why_not(error, &mount)));
+        // In another namespace `fusermount3` would be a program of whoever that belongs to.
+        let by_helper = self.namespace.is_none();
+        let detach = || release(&dir, flags, by_helper).map_err(|error| failed(&why_not(error, &mount)));
         if self.lazy {
             // Nothing is waited for, so nothing is looked at: its filesystem may not answer.
             return detach();
         }
-        let source = mount.source.to_string_lossy().into_owned();
-        let last_word = Awaited::of(mount.dev);
-        let may_lose = last_word.is_some() || may_lose(&mount, &source);
+        let source = mount.source.as_os_str();
+        let last_word = Awaited::of(mount.dev, source);
+        let may_lose = last_word.is_some() || may_lose(source);
+        let others = elsewhere(&mount);
         if let Err(busy) = detach() {
             // What is open was cut off all the same, and its daemon ends.
             if let Some(word) = last_word.as_ref().filter(|_| self.force) {
@@ -92,7 +95,7 @@ impl Arguments {
             return Err(busy);
         }
         let is_said = |word: &Awaited| word.is_clean().is_some();
-        if !self.force && stays(&mount) && !last_word.as_ref().is_some_and(is_said) {
+        if !self.force && stays(&others) && !last_word.as_ref().is_some_and(is_said) {
             return Ok(());
         }
         if let Some(word) = &last_word {
@@ -102,10 +105,10 @@ impl Arguments {
             Some(word) if word.has_speaker() => Err(STILL_BUSY.to_owned()),
             word => {
                 // Having the device, if only for a moment, means that its daemon is done.
-                let released = ask(ANSWER_LIMIT, &source, await_release);
+                let released = Question::IsReleased.ask(source, ANSWER_LIMIT);
                 match word.as_ref().and_then(Awaited::is_clean) {
                     Some(is_clean) => Ok(is_clean),
-                    None if may_lose => look(&source, released),
+                    None if may_lose => look(source, released),
                     None => Ok(true),
                 }
             }
@@ -121,41 +124,44 @@ impl Arguments {
     }
 }
 
+/// The mount that the directory shows: of several on it the uppermost, which need not be the
+/// newest.
+fn uppermost(dir: &Path) -> io::Result<Mount> {
+    let missing = || io::Error::new(io::ErrorKind::NotFound, "nothing is mounted there");
+    Mount::all()?.into_iter().find(|mount| mount.dir == dir && is_at_its_place(mount)).ok_or_else(missing)
+}
+
 /// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it
-/// was, and one that only reads has nothing to lose.
-fn may_lose(mount: &Mount, source: &str) -> bool {
-    !mount.is_dead() && ask(GLANCE_LIMIT, source, may_have_writer).unwrap_or(true)
+/// was, and one that only reads has nothing to lose: neither has its device open for writing.
+fn may_lose(source: &OsStr) -> bool {
+    Question::HasWriter.ask(source, GLANCE_LIMIT) != Some(Found::No)
+}
+
+/// Where else a mount's filesystem is mounted: the numbers of those mounts. One that is made later
+/// may have got the filesystem's number anew.
+fn elsewhere(mount: &Mount) -> Vec<u64> {
+    let is_other = |other: &Mount| other.dev == mount.dev && other.id != mount.id;
+    Mount::all().unwrap_or_default().into_iter().filter(is_other).map(|other| other.id).collect()
 }
 
 /// Whether the daemon stays, because it is mounted elsewhere too: unless it was cut off.
-fn stays(mount: &Mount) -> bool {
-    let is_same = |other: &Mount| (other.dev, &other.source, &other.fs_type) == (mount.dev, &mount.source, &mount.fs_type);
-    Mount::all().is_ok_and(|mounts| mounts.iter().any(is_same))
-}
-
-/// What a question about a device is answered with; `None` where its filesystem, or its driver,
-/// does not answer.
-fn ask<T: Send + 'static>(limit: Duration, device: &str, question: fn(&str) -> T) -> Option<T> {
-    let device = device.to_owned();
-    within(limit, move || question(&device))
+fn stays(others: &[u64]) -> bool {
+    !others.is_empty() && Mount::all().is_ok_and(|mounts| mounts.iter().any(|mount| others.contains(&mount.id)))
 }
 
 /// Whether a volume was left with nothing in its journal, which this program can see for itself
 /// where it has its devices. The error says why it cannot.
-fn look(source: &str, released: Option<Result<(), ClaimError>>) -> Result<bool, String> {
-    let silent = || format!("{source} does not answer");
+fn look(source: &OsStr, released: Option<Found>) -> Result<bool, String> {
+    let silent = || format!("{} does not answer", source.to_string_lossy());
     match released.ok_or_else(silent)? {
-        // It went on from what there was.
-        Err(ClaimError::Mounted(_)) => Ok(true),
-        Err(ClaimError::Held) => Err(STILL_BUSY.to_owned()),
-        Err(error) => Err(format!("{source}: {error}")),
-        Ok(()) => ask(ANSWER_LIMIT, source, is_clean).ok_or_else(silent)?,
+        Found::Mounted => Ok(true),
+        Found::No => Err(STILL_BUSY.to_owned()),
+        Found::Unknown(why) => Err(why),
+        Found::Yes => match Question::IsClean.ask(source, ANSWER_LIMIT).ok_or_else(silent)? {
+            Found::Unknown(why) => Err(why),
+            found => Ok(found == Found::Yes),
+        },
     }
-}
-
-fn is_clean(source: &str) -> Result<bool, String> {
-    let device = members::open(source, &[], OpenMode::ReadOnly).map_err(|error| format!("{source}: {error}"))?;
-    gpunvme_engine::is_clean(&device).map_err(|error| error.to_string())
 }
 
 /// Why a mount is not to be unmounted by this user.
@@ -169,11 +175,11 @@ fn why_not(errno: Errno, mount: &Mount) -> String {
     }
 }
 
-/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, which knows no other
-/// flag than [`UnmountFlags::DETACH`].
-pub(super) fn release(dir: &Path, flags: UnmountFlags) -> rustix::io::Result<()> {
+/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, if it may; it knows no
+/// other flag than [`UnmountFlags::DETACH`].
+pub(super) fn release(dir: &Path, flags: UnmountFlags, by_helper: bool) -> rustix::io::Result<()> {
     match unmount(dir, flags) {
-        Err(Errno::PERM) => {
+        Err(Errno::PERM) if by_helper => {
             let mut helper = Command::new("fusermount3");
             helper.args(["-u", "-q"]);
             if flags.contains(UnmountFlags::DETACH) {
