@@ -10,6 +10,7 @@ use std::time::Duration;
 use gpunvme_blockdev::{path_of, without_options};
 use rustix::fs::{AtFlags, CWD, StatxFlags, lgetxattr, statx};
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 use crate::below::has_users;
 use crate::limited::within;
@@ -78,7 +79,7 @@ impl Mount {
     /// one does not answer, umount(8) finds its mount in use, and this process cannot end.
     pub fn is_dead(&self) -> bool {
         let dir = self.dir.clone();
-        within(ANSWER_LIMIT, move || is_dead(&dir)).unwrap_or(false)
+        within(ANSWER_LIMIT, move || is_dead(dir)).unwrap_or(false)
     }
 
     /// Whether it is one of ours that claims `device`, a path, and whose daemon has gone without
@@ -121,7 +122,7 @@ impl Mount {
 
 /// As [`Mount::is_dead`], of the mount on a directory. It waits for the daemon for as long as that
 /// takes, and the thread that does cannot be killed.
-pub fn is_dead(dir: &Path) -> bool {
+pub fn is_dead(dir: impl Arg) -> bool {
     matches!(lgetxattr(dir, QUESTION, &mut [0; 0]), Err(Errno::NOTCONN | Errno::CONNABORTED))
 }
 

@@ -227,8 +227,13 @@ fn an_unmount_of_a_block_device_tells_of_what_was_lost() {
     let mount_point = outer.0.path().join("mnt");
     let mut mount = programs::command("mount.gpunvme");
     mount.arg(device.path()).arg(&mount_point);
-    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || ());
+    let mut table = String::new();
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || {
+        table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    });
     assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+    let line = table.lines().find(|line| line.contains(mount_point.to_str().unwrap()));
+    assert!(line.is_some_and(|line| line.contains("fuseblk.gpunvme")), "{line:?}");
 }
 
 /// A server of a mount that an ordinary user may have made: it agrees on the protocol, and answers
@@ -295,7 +300,11 @@ fn a_mount_whose_server_never_answers_holds_up_neither_its_unmount_nor_a_daemon_
     let silent = Silent::mount(&image.path());
     let volume = image.mount();
     rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
-    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while rustix::process::waitpid(Some(volume.daemon()), WaitOptions::NOHANG).unwrap().is_none() {
+        assert!(Instant::now() < until, "a daemon that was killed does not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     // Its connection is closed only when all of its threads are gone.
     let error = fs::metadata(volume.path("file")).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "{error}");

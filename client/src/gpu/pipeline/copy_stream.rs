@@ -47,9 +47,11 @@ const ENOUGH: u64 = 64 << 10;
 const HOLD: Duration = Duration::from_micros(20);
 /// Bytes that copy engines copy in one batch, or one copy: all of a batch is known to be done when
 /// its last copy is, and a device that writes what was copied would wait for it. Of reads it may be
-/// half of what waits, where that is more: nothing is copied while the word behind a batch is
-/// written.
+/// half of what waits, where that is more, up to [`MOST_OF_READS`]: nothing is copied while the
+/// word behind a batch is written.
 const TOGETHER: u64 = 4 * ENOUGH;
+/// As [`TOGETHER`], of reads alone, however much waits.
+const MOST_OF_READS: u64 = 4 << 20;
 /// Bytes of a cached range that the kernel moves in one batch.
 const TOGETHER_BY_KERNEL: u64 = 1 << 20;
 /// Up to this many bytes of a cached range the kernel moves where there are [`MANY`] such copies:
@@ -235,6 +237,11 @@ impl CopyStream {
         self.slots.take(len, most)
     }
 
+    /// Chunks of the pool that transfers of devices may use.
+    pub fn chunks_of_devices(&self) -> usize {
+        self.of_devices
+    }
+
     /// Gives back what [`CopyStream::take_slot`] returned, once.
     pub fn give_back_slot(&mut self, slot: usize) {
         self.slots.give_back(slot);
@@ -329,9 +336,11 @@ impl CopyStream {
     /// number of small ones at once.
     fn next_batch(&self) -> usize {
         let (mut bytes, mut by_kernel, mut moves) = (0, 0, 0);
-        let most_of_reads = TOGETHER.max(self.waiting_bytes / 2);
+        let mut most = (self.waiting_bytes / 2).clamp(TOGETHER, MOST_OF_READS);
         let is_one_more = |copy: &Copy| {
-            let most = if copy.direction == Direction::Read { most_of_reads } else { TOGETHER };
+            if copy.direction == Direction::Write {
+                most = TOGETHER;
+            }
             let full = bytes >= most && copy.len > SMALL || by_kernel >= TOGETHER_BY_KERNEL;
             if matches!(copy.other, Other::Cached(_)) && copy.kernel() != Kernel::Never {
                 by_kernel += copy.len;

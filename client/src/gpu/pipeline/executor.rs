@@ -35,9 +35,11 @@ use std::time::{Duration, Instant};
 
 /// Bytes that a request may begin in one turn.
 const TURN: u64 = 256 << 10;
-/// Requests from which on each is cut into the longest pieces: what reads while others are copied
-/// are then other requests.
+/// Requests from which on each is cut into the longest pieces, as far as it has whole ones: while
+/// one request's is copied others' are read.
 const SEVERAL: usize = 4;
+/// The longest pieces that the pool has to have room for, if they are taken.
+const LONGEST_PIECES: usize = 8;
 /// The longest piece that is copied from a cached range: a link of 55 GB/s takes about 40 us for
 /// it, in which the next is begun.
 const CACHED_PIECE: u64 = 2 << 20;
@@ -394,8 +396,6 @@ impl Executor {
             }
             let (cached_range, rest) = active.cached_range(range);
             let request = &active.request;
-            let by_device = active.slot_user(range) == SlotUser::Device;
-            let piece_len = if are_several && by_device { CHUNK as u64 } else { request.piece_len };
             let part = &request.parts[range.part];
             let (direction, offset) = (request.direction, part.file_offset + range.within);
             if cached_range.is_none() && request.require.route == Some(Route::Cache) {
@@ -409,10 +409,13 @@ impl Executor {
                 let wanted = if rest > CACHED_PIECE { half.min(CACHED_PIECE) } else { rest };
                 (PieceRange { file_offset: offset, slot_offset: 0, len: wanted, skip: 0, wanted }, None)
             } else if part.registered.is_ok() {
-                (pieces::first_unstaged(self.blocks, offset, rest, piece_len), None)
+                (pieces::first_unstaged(self.blocks, offset, rest, request.piece_len), None)
             } else {
-                let piece = pieces::first(direction, self.blocks, offset, rest, piece_len);
                 let copy_stream = copy_stream(&mut self.copy_streams, part.allocation.gpu);
+                let has_whole = rest >= CHUNK as u64 && copy_stream.chunks_of_devices() >= LONGEST_PIECES;
+                let is_longest = are_several && has_whole && active.slot_user(range) == SlotUser::Device;
+                let piece_len = if is_longest { CHUNK as u64 } else { request.piece_len };
+                let piece = pieces::first(direction, self.blocks, offset, rest, piece_len);
                 let slot = copy_stream.take_slot(piece.slot_len(), active.slot_user(range));
                 if slot.is_none() {
                     return any;

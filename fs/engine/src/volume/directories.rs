@@ -154,6 +154,8 @@ impl Directories {
             let gone = std::mem::take(&mut *shard);
             let names: usize = gone.values().map(|names| names.len() + DIRECTORY).sum();
             self.count.fetch_sub(names, Ordering::Relaxed);
+            // Nobody waits for the tables to be freed.
+            drop(shard);
         }
     }
 }

@@ -51,14 +51,11 @@ use options::{Command, Options};
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     background::close_inherited();
     let args: Vec<OsString> = args.into_iter().collect();
-    if let Some(code) = question::answered(&args) {
-        return code;
-    }
-    let name = args.first().and_then(|name| Path::new(name).file_name()).unwrap_or_default();
-    if name.as_encoded_bytes().starts_with(b"umount") { run_unmount(args) } else { run_mount(args) }
+    let name = args.first().and_then(|name| Path::new(name).file_name()).unwrap_or_default().to_string_lossy().into_owned();
+    if name.starts_with("umount") { run_unmount(&name, args) } else { run_mount(args) }
 }
 
-fn run_unmount(args: Vec<OsString>) -> u8 {
+fn run_unmount(name: &str, args: Vec<OsString>) -> u8 {
     let arguments = match unmount::Arguments::try_parse_from(args) {
         Ok(arguments) => arguments,
         Err(error) => {
@@ -69,7 +66,7 @@ fn run_unmount(args: Vec<OsString>) -> u8 {
     };
     let result = enter_namespace(arguments.namespace.as_deref()).and_then(|()| arguments.unmount());
     if let Err(error) = result {
-        complain(format_args!("umount.fuse.gpunvme: {error}"));
+        complain(format_args!("{name}: {error}"));
         return error.exit_code();
     }
     0

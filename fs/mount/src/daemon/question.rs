@@ -3,37 +3,41 @@
 //! A thread that waits for a FUSE server, which any user may write, cannot be ended. It holds what
 //! its process has open, and the process itself is not gone before it. So a child asks, which has
 //! nothing open but its answer, and is left to itself where it gets none.
+//!
+//! It is forked, and executes nothing: in another mount namespace every program is that of whoever
+//! made it, and a daemon's capabilities would not outlive it.
 
-use std::ffi::{OsStr, OsString};
-use std::io::Read;
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::ffi::{CString, OsStr};
+use std::io::{PipeReader, Read};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::OpenMode;
 use gpunvme_programs::claim::{ClaimError, await_release, may_have_writer};
-use gpunvme_programs::limited::within;
 use gpunvme_programs::members;
 use gpunvme_programs::mounts::{self, Mount};
-use gpunvme_programs::terminal;
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, fork};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// The first argument of a process that puts a question.
-const ARGUMENT: &str = "--question";
 /// How long the daemon of a mount that lives may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-const YES: &str = "yes";
-const NO: &str = "no";
+const YES: &[u8] = b"yes";
+const NO: &[u8] = b"no";
+const MOUNTED: &[u8] = b"mounted";
+/// What is behind an answer.
+const END: u8 = 0;
 
-/// What is asked.
+/// What is asked of a device. To be asked by a process of one thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Question {
-    /// Of a directory: whether the daemon of the mount there has gone without unmounting it.
-    IsDead,
-    /// Of a device: whether a program may write to it.
+    /// Whether a program may write to it.
     HasWriter,
-    /// Of a device: whether its daemon has let go of it, which is waited for.
+    /// Whether its daemon has let go of it, which is waited for.
     IsReleased,
-    /// Of a device: whether its volume was left with nothing in its journal.
+    /// Whether its volume was left with nothing in its journal.
     IsClean,
 }
 
@@ -51,42 +55,21 @@ pub enum Found {
 }
 
 impl Question {
-    const ALL: [Question; 4] = [Question::IsDead, Question::HasWriter, Question::IsReleased, Question::IsClean];
-
-    fn name(self) -> &'static str {
-        match self {
-            Question::IsDead => "is-dead",
-            Question::HasWriter => "has-writer",
-            Question::IsReleased => "is-released",
-            Question::IsClean => "is-clean",
-        }
-    }
-
     /// The answer; `None` where there is none within `limit`.
     pub fn ask(self, of: &OsStr, limit: Duration) -> Option<Found> {
-        let mut asking = Command::new("/proc/self/exe");
-        asking.arg0("mount.gpunvme").args([ARGUMENT, self.name()]).arg(of);
-        let mut child = asking.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().ok()?;
-        let mut answer = child.stdout.take()?;
-        let text = within(limit, move || {
-            let mut text = String::new();
-            answer.read_to_string(&mut text).map(|_| text)
+        let device = of.to_string_lossy();
+        let answer = apart(limit, |answer| {
+            let found = self.answer(&device);
+            answer(&found.bytes());
         });
-        // It may not end for as long as it gets no answer, and is not waited for.
-        let _ = child.kill();
-        let text = text?.ok()?;
-        let _ = child.wait();
-        Found::parse(&text)
+        answer.map(|bytes| Found::parse(&bytes))
     }
 
-    /// The same, by this process.
-    fn answer(self, of: &OsStr) -> Found {
-        let device = of.to_string_lossy();
+    fn answer(self, device: &str) -> Found {
         let yes = |is: bool| if is { Found::Yes } else { Found::No };
         match self {
-            Question::IsDead => yes(mounts::is_dead(of.as_ref())),
-            Question::HasWriter => yes(may_have_writer(&device)),
-            Question::IsReleased => match await_release(&device) {
+            Question::HasWriter => yes(may_have_writer(device)),
+            Question::IsReleased => match await_release(device) {
                 Ok(()) => Found::Yes,
                 // It went on from what there was.
                 Err(ClaimError::Mounted(_)) => Found::Mounted,
@@ -94,7 +77,7 @@ impl Question {
                 Err(error) => Found::Unknown(format!("{device}: {error}")),
             },
             Question::IsClean => {
-                let opened = members::open(&device, &[], OpenMode::ReadOnly).map_err(|error| format!("{device}: {error}"));
+                let opened = members::open(device, &[], OpenMode::ReadOnly).map_err(|error| format!("{device}: {error}"));
                 let is_clean = opened.and_then(|device| gpunvme_engine::is_clean(&device).map_err(|error| error.to_string()));
                 is_clean.map_or_else(Found::Unknown, yes)
             }
@@ -103,35 +86,88 @@ impl Question {
 }
 
 impl Found {
-    fn text(&self) -> String {
+    fn bytes(&self) -> Vec<u8> {
         match self {
-            Found::Yes => YES.to_owned(),
-            Found::No => NO.to_owned(),
-            Found::Mounted => "mounted".to_owned(),
-            Found::Unknown(why) => format!("unknown {why}"),
+            Found::Yes => YES.to_vec(),
+            Found::No => NO.to_vec(),
+            Found::Mounted => MOUNTED.to_vec(),
+            Found::Unknown(why) => [b" ", why.as_bytes()].concat(),
         }
     }
 
-    fn parse(text: &str) -> Option<Found> {
-        match text {
-            YES => Some(Found::Yes),
-            NO => Some(Found::No),
-            "mounted" => Some(Found::Mounted),
-            _ => Some(Found::Unknown(text.strip_prefix("unknown ")?.to_owned())),
+    fn parse(bytes: &[u8]) -> Found {
+        match bytes {
+            YES => Found::Yes,
+            NO => Found::No,
+            MOUNTED => Found::Mounted,
+            _ => Found::Unknown(String::from_utf8_lossy(bytes).trim_start().to_owned()),
         }
     }
 }
 
-/// Whether the daemon of a mount has gone without unmounting it. One that was stopped has not.
+/// Whether the daemon of a mount has gone without unmounting it. One that was stopped has not;
+/// while that one does not answer, umount(8) finds its mount in use.
 pub fn is_dead(mount: &Mount) -> bool {
-    Question::IsDead.ask(mount.dir.as_os_str(), ANSWER_LIMIT) == Some(Found::Yes)
+    let Ok(dir) = CString::new(mount.dir.as_os_str().as_bytes()) else { return false };
+    // By system calls alone: this process may have further threads.
+    let answer = apart(ANSWER_LIMIT, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO }));
+    answer.is_some_and(|answer| answer == YES)
 }
 
-/// Answers, where this process was begun to put a question. Returns its exit code.
-pub fn answered(arguments: &[OsString]) -> Option<u8> {
-    let [_, argument, name, of] = arguments else { return None };
-    let question = Question::ALL.into_iter().find(|question| name == question.name()).filter(|_| argument == ARGUMENT)?;
-    Some(u8::from(terminal::print(format_args!("{}", question.answer(of).text())).is_err()))
+/// What `ask` passes to the function that it is given, in a child; `None` where there is nothing
+/// within `limit`. Where this process has several threads, `ask` makes nothing but system calls.
+#[allow(unsafe_code)]
+fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> Option<Vec<u8>> {
+    let (reader, writer) = std::io::pipe().ok()?;
+    // SAFETY: the child makes system calls alone until `ask`, which is as this function demands of
+    // it: so nothing is used that another thread may have left in the middle of something.
+    match unsafe { fork() }.ok()? {
+        ForkResult::Parent { child } => {
+            drop(writer);
+            // It has begun the process that asks, and ended.
+            let _ = waitpid(child, None);
+            read_answer(reader, limit)
+        }
+        ForkResult::Child => {
+            // SAFETY: as above. The second child has no parent that would have to wait for it.
+            if matches!(unsafe { fork() }, Ok(ForkResult::Child)) {
+                // What it holds could not be had by others for as long as it waits: files, locks,
+                // the pipe behind standard output, the working directory.
+                let has_answer = rustix::stdio::dup2_stdin(&writer).is_ok() && rustix::process::chdir("/").is_ok();
+                // SAFETY: what this process has open is not used again but by number 0.
+                unsafe { libc::close_range(1, libc::c_uint::MAX, 0) };
+                let answer = |bytes: &[u8]| {
+                    // SAFETY: it is the pipe.
+                    let pipe = unsafe { std::os::fd::BorrowedFd::borrow_raw(0) };
+                    // Whoever asked may have gone.
+                    let _ = rustix::io::write(pipe, bytes).and_then(|_| rustix::io::write(pipe, &[END]));
+                };
+                if has_answer {
+                    let _ = catch_unwind(AssertUnwindSafe(|| ask(&answer)));
+                }
+            }
+            // SAFETY: it ends this process, of which nothing else is left to do.
+            unsafe { libc::_exit(0) }
+        }
+    }
+}
+
+/// What comes before [`END`], in time.
+fn read_answer(mut reader: PipeReader, limit: Duration) -> Option<Vec<u8>> {
+    let (until, mut answer) = (Instant::now() + limit, Vec::new());
+    loop {
+        let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).ok()?;
+        if poll(&mut [PollFd::from_borrowed_fd(reader.as_fd(), PollFlags::IN)], Some(&left)) == Ok(0) {
+            return None;
+        }
+        let mut bytes = [0; 4096];
+        let len = reader.read(&mut bytes).ok().filter(|len| *len > 0)?;
+        answer.extend_from_slice(&bytes[..len]);
+        if answer.last() == Some(&END) {
+            answer.pop();
+            return Some(answer);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -141,18 +177,19 @@ mod tests {
     #[test]
     fn answers_arrive_as_they_were_given() {
         for found in [Found::Yes, Found::No, Found::Mounted, Found::Unknown("it is\nno device".to_owned())] {
-            assert_eq!(Found::parse(&found.text()), Some(found));
+            assert_eq!(Found::parse(&found.bytes()), found);
         }
-        assert_eq!(Found::parse(""), None);
     }
 
     #[test]
-    fn other_arguments_are_no_question() {
-        let arguments = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
-        for words in
-            [&["mount.gpunvme"][..], &["mount.gpunvme", "/dev/sda", "/mnt", "-r"], &["mount.gpunvme", ARGUMENT, "why", "/"]]
-        {
-            assert_eq!(answered(&arguments(words)), None, "{words:?}");
-        }
+    fn a_child_answers_or_is_left_to_itself() {
+        assert_eq!(apart(Duration::from_secs(60), |answer| answer(b"7")), Some(b"7".to_vec()));
+        assert_eq!(apart(Duration::from_secs(60), |_| ()), None);
+        let begun = Instant::now();
+        let silent = apart(Duration::from_millis(50), |_| {
+            let _ = rustix::thread::nanosleep(&Timespec { tv_sec: 5, tv_nsec: 0 });
+        });
+        assert_eq!(silent, None);
+        assert!(begun.elapsed() < Duration::from_secs(4));
     }
 }

@@ -17,7 +17,7 @@ use rustix::mount::{UnmountFlags, unmount};
 use super::attachment::is_at_its_place;
 use super::error::MountError;
 use super::last_word::Awaited;
-use super::question::{Found, Question};
+use super::question::{Found, Question, is_dead};
 use gpunvme_programs::mounts::Mount;
 
 /// How long the filesystem of a device may take to answer before the mount is taken away.
@@ -82,7 +82,7 @@ impl Arguments {
         }
         let source = mount.source.as_os_str();
         let last_word = Awaited::of(mount.dev, source);
-        let may_lose = last_word.is_some() || may_lose(source);
+        let may_lose = last_word.is_some() || may_lose(&mount);
         let others = elsewhere(&mount);
         if let Err(busy) = detach() {
             // What is open was cut off all the same, and its daemon ends.
@@ -133,8 +133,15 @@ fn uppermost(dir: &Path) -> io::Result<Mount> {
 
 /// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it
 /// was, and one that only reads has nothing to lose: neither has its device open for writing.
-fn may_lose(source: &OsStr) -> bool {
-    Question::HasWriter.ask(source, GLANCE_LIMIT) != Some(Found::No)
+///
+/// Nothing is asked of another user's server: as long as it does not answer, its mount would be in
+/// use by who asks.
+fn may_lose(mount: &Mount) -> bool {
+    let here = rustix::process::geteuid().as_raw();
+    if mount.user.is_some_and(|user| user != here) {
+        return true;
+    }
+    Question::HasWriter.ask(&mount.source, GLANCE_LIMIT) != Some(Found::No) && !is_dead(mount)
 }
 
 /// Where else a mount's filesystem is mounted: the numbers of those mounts. One that is made later

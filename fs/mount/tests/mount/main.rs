@@ -5,7 +5,7 @@ mod sockets;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -451,6 +451,9 @@ fn a_mount_whose_source_has_become_another_file_stays() {
 fn root_releases_another_user_s_mount_when_it_is_dead() {
     let Some(volume) = Volume::new() else { return };
     chown(volume.image(), Some(4711), Some(4711)).unwrap();
+    // Which root's daemon may pass by a capability alone.
+    chown(volume.dir.path(), Some(4711), Some(4711)).unwrap();
+    fs::set_permissions(volume.dir.path(), fs::Permissions::from_mode(0o700)).unwrap();
     let output = Command::new("setpriv")
         .args(["--reuid=4711", "--regid=4711", "--clear-groups"])
         .args(["--inh-caps", "--ambient-caps"].map(|set| format!("{set}=+sys_admin,+dac_override")))
