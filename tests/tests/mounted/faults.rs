@@ -261,7 +261,7 @@ impl Silent {
         reply[20..24].copy_from_slice(&31_u32.to_ne_bytes());
         reply[36..40].copy_from_slice(&4096_u32.to_ne_bytes());
         connection.write_all(&reply).unwrap();
-        // Requests that are read and not answered cannot be taken back by who made them.
+        // A caller cannot take back a request that was read and is not answered.
         let mut reader = connection.try_clone().unwrap();
         std::thread::spawn(move || while reader.read(&mut request).is_ok_and(|len| len > 0) {});
         Silent { dir, _connection: connection }

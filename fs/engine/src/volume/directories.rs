@@ -154,7 +154,7 @@ impl Directories {
             let gone = std::mem::take(&mut *shard);
             let names: usize = gone.values().map(|names| names.len() + DIRECTORY).sum();
             self.count.fetch_sub(names, Ordering::Relaxed);
-            // Nobody waits for the tables to be freed.
+            // The tables are freed without the lock.
             drop(shard);
         }
     }

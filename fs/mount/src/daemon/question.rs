@@ -4,8 +4,8 @@
 //! its process has open, and the process itself is not gone before it. So a child asks, which has
 //! nothing open but its answer, and is left to itself where it gets none.
 //!
-//! It is forked, and executes nothing: in another mount namespace every program is that of whoever
-//! made it, and a daemon's capabilities would not outlive it.
+//! It is forked, and executes nothing: in another mount namespace every program is that namespace's
+//! owner's, and a daemon's capabilities end where it executes one.
 
 use std::ffi::{CString, OsStr};
 use std::io::{PipeReader, Read};
@@ -139,7 +139,7 @@ fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> Option<Vec<u8>> {
                 let answer = |bytes: &[u8]| {
                     // SAFETY: it is the pipe.
                     let pipe = unsafe { std::os::fd::BorrowedFd::borrow_raw(0) };
-                    // Whoever asked may have gone.
+                    // The process that asked may have gone.
                     let _ = rustix::io::write(pipe, bytes).and_then(|_| rustix::io::write(pipe, &[END]));
                 };
                 if has_answer {

@@ -73,7 +73,7 @@ impl Arguments {
         let mut flags = UnmountFlags::NOFOLLOW;
         flags.set(UnmountFlags::DETACH, self.lazy);
         flags.set(UnmountFlags::FORCE, self.force);
-        // In another namespace `fusermount3` would be a program of whoever that belongs to.
+        // In another namespace `fusermount3` would be a program of that namespace's owner.
         let by_helper = self.namespace.is_none();
         let detach = || release(&dir, flags, by_helper).map_err(|error| failed(&why_not(error, &mount)));
         if self.lazy {
@@ -134,8 +134,8 @@ fn uppermost(dir: &Path) -> io::Result<Mount> {
 /// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it
 /// was, and one that only reads has nothing to lose: neither has its device open for writing.
 ///
-/// Nothing is asked of another user's server: as long as it does not answer, its mount would be in
-/// use by who asks.
+/// Nothing is asked of another user's server: as long as it does not answer, the question itself
+/// would have its mount in use.
 fn may_lose(mount: &Mount) -> bool {
     let here = rustix::process::geteuid().as_raw();
     if mount.user.is_some_and(|user| user != here) {
