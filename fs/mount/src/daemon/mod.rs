@@ -28,6 +28,7 @@ mod serve;
 pub mod settings;
 mod superblock;
 mod unmount;
+mod utab;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -104,6 +105,12 @@ fn run_mount(args: Vec<OsString>) -> u8 {
     match background::split() {
         Ok(Side::Caller(caller)) => {
             let (code, text) = caller.wait();
+            if code == 0
+                && options.namespace.is_none()
+                && let Ok(dir) = options.dir.canonicalize()
+            {
+                utab::note(&dir);
+            }
             if code != 0 {
                 complain(format_args!("mount.gpunvme: {}: {text}", options.device));
             } else if options.verbose {
