@@ -14,14 +14,19 @@ use gpunvme_programs::mounts::Mount;
 /// What the entry says: options of this kind are for programs that look at them, and for no other.
 const OPTION: &str = "x-gpunvme";
 
-/// Has mount(8) make an entry for the mount on `dir`, a real path. umount(8) removes it. There is
-/// none where that program is missing, or may not: the mount is no worse for it.
+/// Has mount(8) make an entry for the mount on `dir`, a real path, in place of one that an earlier
+/// mount left there. umount(8) removes it. There is none where these programs are missing, or may
+/// not: the mount is no worse for it.
 pub fn note(dir: &Path) {
     let Some(mount) = Mount::on(dir).ok().filter(|mount| mount.is_ours() && geteuid().is_root()) else { return };
-    // Nothing is mounted by this.
-    let mut noting = Command::new("mount");
-    noting.args(["--internal-only", "--fake", "-t", &mount.fs_type, "-o", OPTION]).arg(&mount.source).arg(dir);
-    let noted = noting.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    // With this neither mounts or unmounts anything.
+    let fake = |program: &str| {
+        let mut command = Command::new(program);
+        command.args(["--internal-only", "--fake"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let _ = fake("umount").arg(dir).status();
+    let noted = fake("mount").args(["-t", &mount.fs_type, "-o", OPTION]).arg(&mount.source).arg(dir).status();
     if !noted.is_ok_and(|status| status.success()) {
         tracing::debug!("mount(8) made no entry for umount(8)");
     }
