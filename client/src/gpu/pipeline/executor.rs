@@ -35,10 +35,11 @@ use std::time::{Duration, Instant};
 
 /// Bytes that a request may begin in one turn.
 const TURN: u64 = 256 << 10;
-/// Requests from which on each is cut into the longest pieces, as far as it has whole ones: while
-/// one request's is copied others' are read.
+/// Requests from which on each is cut into the longest pieces, as far as it has whole ones: while a
+/// piece of one request is copied, pieces of others are read.
 const SEVERAL: usize = 4;
-/// The longest pieces that the pool has to have room for, if they are taken.
+/// Pieces of the longest kind that a pool has room for where they are used: in a smaller pool few
+/// would be on their way.
 const LONGEST_PIECES: usize = 8;
 /// The longest piece that is copied from a cached range: a link of 55 GB/s takes about 40 us for
 /// it, in which the next is begun.

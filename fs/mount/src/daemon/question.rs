@@ -21,6 +21,7 @@ use gpunvme_programs::mounts::{self, Mount};
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 /// How long the daemon of a mount that lives may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
@@ -157,8 +158,11 @@ fn read_answer(mut reader: PipeReader, limit: Duration) -> Option<Vec<u8>> {
     let (until, mut answer) = (Instant::now() + limit, Vec::new());
     loop {
         let left = Timespec::try_from(until.saturating_duration_since(Instant::now())).ok()?;
-        if poll(&mut [PollFd::from_borrowed_fd(reader.as_fd(), PollFlags::IN)], Some(&left)) == Ok(0) {
-            return None;
+        match poll(&mut [PollFd::from_borrowed_fd(reader.as_fd(), PollFlags::IN)], Some(&left)) {
+            // A signal came.
+            Err(Errno::INTR) => continue,
+            Ok(0) | Err(_) => return None,
+            Ok(_) => {}
         }
         let mut bytes = [0; 4096];
         let len = reader.read(&mut bytes).ok().filter(|len| *len > 0)?;

@@ -9,29 +9,22 @@ use gpunvme::gpu::{GpuArraySettings, GpuRing, GpuRingSettings};
 use gpunvme::{File, Mount};
 use gpunvme_cuda::Gpu;
 use gpunvme_tests::cuda::{ARRAYS, MappedFile, Module, managed_words};
-use gpunvme_tests::mounted::Image;
+use gpunvme_tests::mounted::{Image, Mounted};
 use gpunvme_tests::peers::{Kind, LoopMounted, write_whole};
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 use zerocopy::IntoBytes;
 
 /// Words of a row.
 const ROW: u32 = 1024;
 /// For what a filesystem keeps for itself.
-pub const SPARE: u64 = 512 << 20;
+const SPARE: u64 = 512 << 20;
 
 pub fn measure(gpu: Gpu, quick: bool) {
     let (len, count, blocks) = if quick { (16 << 20, 500, 16) } else { (8u64 << 30, 100_000, 264) };
-    let Some(image) = Image::on_block_device("kernels-bench", len + SPARE) else { return };
-    let volume = image.mount();
-    let scratch = tempfile::tempdir().unwrap();
-    let below = scratch.path().join("ext4");
-    write_whole(&below, len + SPARE).unwrap();
-    let peer = match LoopMounted::set_up(&below, Kind::Ext4) {
-        Ok(peer) => peer,
-        Err(error) => return println!("\nno ext4 to compare with: {error}"),
-    };
+    let Some((_below, volume, peer)) = volume_and_peer(len) else { return };
     let (ours, theirs) = (volume.path("rows"), peer.root.join("rows"));
     for path in [&ours, &theirs] {
         write_words(path, len);
@@ -66,6 +59,22 @@ pub fn measure(gpu: Gpu, quick: bool) {
             show("the file, mapped and registered", begun.elapsed(), gather.run("gather_pointer", mapped.address().as_bytes()));
         }
         Err(error) => println!("| the file, mapped and registered | {error} | - | - |"),
+    }
+}
+
+/// A gpunvme volume and ext4, each on a loop device with room for a file of `len` bytes; the folder
+/// is what ext4's lies in. None, said aloud, where there are none.
+pub fn volume_and_peer(len: u64) -> Option<(TempDir, Mounted, LoopMounted)> {
+    let volume = Image::on_block_device("kernels-bench", len + SPARE)?.mount();
+    let scratch = tempfile::tempdir().unwrap();
+    let below = scratch.path().join("ext4");
+    write_whole(&below, len + SPARE).unwrap();
+    match LoopMounted::set_up(&below, Kind::Ext4) {
+        Ok(peer) => Some((scratch, volume, peer)),
+        Err(error) => {
+            println!("\nno ext4 to compare with: {error}");
+            None
+        }
     }
 }
 

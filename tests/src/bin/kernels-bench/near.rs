@@ -2,7 +2,7 @@
 //! array beside managed memory that all edges are read into. Both files lie on loop devices, the
 //! array's on a gpunvme volume and the other's on ext4.
 
-use crate::cold::{SPARE, forget};
+use crate::cold::{forget, volume_and_peer};
 use crate::graph::Search;
 use crate::reads::write_each;
 use crate::row::{head, ms, row};
@@ -10,8 +10,6 @@ use gpunvme::gpu::{GpuArraySettings, GpuRing, GpuRingSettings};
 use gpunvme::{File, Mount};
 use gpunvme_cuda::Gpu;
 use gpunvme_tests::cuda::{ARRAYS, Module, managed_words, word_at};
-use gpunvme_tests::mounted::Image;
-use gpunvme_tests::peers::{Kind, LoopMounted, write_whole};
 use std::fs;
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
@@ -24,15 +22,7 @@ const HOPS: [u32; 2] = [3, 4];
 pub fn measure(gpu: Gpu, quick: bool) {
     let (vertices, blocks) = if quick { (1 << 14, 16) } else { (1u64 << 25, 528) };
     let len = vertices * DEGREE * 4;
-    let Some(image) = Image::on_block_device("kernels-bench", len + SPARE) else { return };
-    let volume = image.mount();
-    let scratch = tempfile::tempdir().unwrap();
-    let below = scratch.path().join("ext4");
-    write_whole(&below, len + SPARE).unwrap();
-    let peer = match LoopMounted::set_up(&below, Kind::Ext4) {
-        Ok(peer) => peer,
-        Err(error) => return println!("\nno ext4 to compare with: {error}"),
-    };
+    let Some((_below, volume, peer)) = volume_and_peer(len) else { return };
     let neighbour = |edge: u64| (u64::from(word_at(edge)) % vertices) as u32;
     let (ours, theirs) = (volume.path("edges"), peer.root.join("edges"));
     for path in [&ours, &theirs] {
