@@ -53,6 +53,7 @@ fn block_geometry(name: &Arc<str>, file: &File, mode: OpenMode) -> Result<Geomet
             discard: writable && zeroes,
             write_zeroes: writable && zeroes,
             read_only: !writable,
+            queue_depth: sysfs.requests().map_or(QUEUE_DEPTH, |requests| requests.clamp(1, QUEUE_DEPTH)),
             ..base()
         },
     )
@@ -162,5 +163,13 @@ impl Sysfs {
     /// above.
     fn queue(&self, attribute: &str) -> Option<String> {
         self.device(&format!("queue/{attribute}")).or_else(|| self.device(&format!("../queue/{attribute}")))
+    }
+
+    /// How many requests the kernel keeps for the disk at once. Each command beyond them would get
+    /// a thread of the kernel that sleeps until one is free. None where a driver takes commands
+    /// without requests (device mapper, MD), of which sysfs tells the same number nevertheless.
+    fn requests(&self) -> Option<u32> {
+        let has_requests = ["mq", "../mq"].iter().any(|folder| self.0.join(folder).is_dir());
+        if has_requests { self.queue("nr_requests")?.parse().ok() } else { None }
     }
 }

@@ -25,6 +25,7 @@ mod bare;
 mod run;
 mod table;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -136,7 +137,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let is_hot = subjects.iter().any(|subject| Subject::NAMED.contains(subject));
         let backing = Backing::set_up(kind, arguments.file_mib << 20, is_hot)?;
         let mut rows = Vec::new();
-        for work in all_work() {
+        let mut all = all_work();
+        if subjects.iter().all(|subject| subject.is_one_at_a_time()) {
+            // To them, work of one depth and of another is the same.
+            let mut seen = HashSet::new();
+            all.retain(|work| seen.insert((work.write, work.size, work.threads)));
+        }
+        for work in all {
             let name = work.name();
             if !arguments.only.is_empty() && !arguments.only.iter().any(|only| name.contains(only.as_str())) {
                 continue;

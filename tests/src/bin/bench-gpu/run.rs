@@ -93,6 +93,11 @@ impl Subject {
         }
     }
 
+    /// Whether each thread has one operation in flight, whatever the depth.
+    pub fn is_one_at_a_time(self) -> bool {
+        matches!(self, Subject::OurCuFile | Subject::CuFile | Subject::Pageable)
+    }
+
     /// What the program of the peers calls it, and whether it is served by our libcufile.
     fn method(self) -> (&'static str, bool) {
         match self {

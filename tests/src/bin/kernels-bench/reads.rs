@@ -1,5 +1,6 @@
 //! Random reads of 4 KiB: by blocks of a kernel, by a thread of the library into memory of the GPU
-//! and of the host, of the bare device.
+//! and of the host, of the bare device. On a volume of one device, where the thread of the kernel
+//! that serves it is the limit, and of four, where it is not.
 //!
 //! Kernels compare what they read while they are measured. The others would take as long for
 //! that as for reading: they make the same reads once more after the measured time, and compare
@@ -20,17 +21,31 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 pub const PAGE: u64 = 4096;
+/// For what a filesystem keeps for itself.
+const SPARE: u64 = 512 << 20;
 
 pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
     let len: u64 = if quick { 16 << 20 } else { 512 << 20 };
-    let (volume, bare) = (Image::formatted_with(len + (512 << 20)).mount(), Image::blank(len));
-    for path in [volume.path("file"), bare.path()] {
-        write_words(&path, len);
+    let one = Image::on_block_device("kernels-bench", len + SPARE);
+    let bare = one.as_ref().and_then(|_| Image::on_block_device("kernels-bench", len));
+    match (one, bare) {
+        (Some(volume), Some(bare)) => on(gpu, "a loop device", (volume, Some(bare)), (len, quick), kernels),
+        _ => on(gpu, "an image file", (Image::formatted_with(len + SPARE), Some(Image::blank(len))), (len, quick), kernels),
+    }
+    on(gpu, "four image files", (Image::striped(4, len / 4 + SPARE), None), (len, quick), kernels);
+}
+
+/// On a volume, beside a device of the same kind that is read bare.
+fn on(gpu: Gpu, medium: &str, (volume, bare): (Image, Option<Image>), (len, quick): (u64, bool), kernels: bool) {
+    let volume = volume.mount();
+    write_words(&volume.path("file"), len);
+    if let Some(bare) = &bare {
+        write_words(&bare.device(), len);
     }
     Mount::open(volume.root()).unwrap().sync().unwrap();
     let blocks = kernels.then(|| KernelReads::new(gpu, &volume.path("file"), GpuRingSettings::default()));
     head(
-        &format!("Random reads of 4 KiB, of {} MiB, thousand a second", len >> 20),
+        &format!("Random reads of 4 KiB, of {} MiB on {medium}, thousand a second", len >> 20),
         &[
             "in flight",
             "blocks of a kernel",
@@ -49,34 +64,42 @@ pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
     for in_flight in [1, 8, 32, 128, 512] {
         let reads = match (quick, in_flight) {
             (true, _) => 2_000,
-            (false, 1) => 20_000,
-            (false, _) => 300_000,
+            (false, 1) => 10_000,
+            (false, _) => 150_000,
         };
-        // In turns, and the best of six: what serves the device is now on one core, now on another.
-        let (mut best, rounds) = ([Duration::MAX; 4], if quick { 1 } else { 6 });
+        // In turns: what serves a device is now on one core, now on another.
+        let (mut turns, rounds) = ([const { Vec::new() }; 4], if quick { 1 } else { 9 });
         for round in 0..rounds {
             if let Some(blocks) = &blocks {
-                best[0] =
-                    best[0].min(blocks.run(in_flight as u32, len / PAGE, reads / in_flight).mul_f64(share(reads, in_flight)));
+                turns[0].push(blocks.run(in_flight as u32, len / PAGE, reads / in_flight).mul_f64(share(reads, in_flight)));
             }
             let (root, file, compare) = (volume.root(), volume.path("file"), round == 0);
-            best[1] = best[1].min(transfers::measure(gpu, (&root, &file), len, in_flight, reads, compare));
-            best[2] = best[2].min(library(&root, &file, len, in_flight, reads, compare));
-            best[3] = best[3].min(device(&bare.path(), len, in_flight, reads, compare));
+            turns[1].push(transfers::measure(gpu, (&root, &file), len, in_flight, reads, compare));
+            turns[2].push(library(&root, &file, len, in_flight, reads, compare));
+            if let Some(bare) = &bare {
+                turns[3].push(device(&bare.device(), len, in_flight, reads, compare));
+            }
         }
+        let took = turns.map(median);
         let mut values = Vec::new();
-        for took in best {
-            let each = took.as_secs_f64() * 1e6 * in_flight as f64 / reads as f64;
-            let known = took < Duration::MAX;
-            values.push(if known { thousands(reads, took) } else { "-".into() });
-            values.push(if known { format!("{each:.1}") } else { "-".into() });
+        for took in &took {
+            values.push(took.map_or("-".into(), |took| thousands(reads, took)));
+            values.push(
+                took.map_or("-".into(), |took| format!("{:.1}", took.as_secs_f64() * 1e6 * in_flight as f64 / reads as f64)),
+            );
         }
-        for other in &best[1..] {
-            let ratio = other.as_secs_f64() / best[0].as_secs_f64();
-            values.push(if blocks.is_some() { format!("{ratio:.2}") } else { "-".into() });
+        for other in &took[1..] {
+            let ratio = took[0].zip(*other).map(|(kernel, other)| other.as_secs_f64() / kernel.as_secs_f64());
+            values.push(ratio.map_or("-".into(), |ratio| format!("{ratio:.2}")));
         }
         row(&in_flight.to_string(), &values);
     }
+}
+
+/// Of what the turns took; none without turns.
+fn median(mut turns: Vec<Duration>) -> Option<Duration> {
+    turns.sort();
+    turns.get(turns.len() / 2).copied()
 }
 
 /// Blocks make the same number of reads each: what is left of `reads` is reckoned in.
@@ -130,7 +153,7 @@ fn library(root: &Path, path: &Path, len: u64, in_flight: u64, reads: u64, compa
     took
 }
 
-/// Of an image file as that below the volume, as the daemon reads it.
+/// Of a device as that below the volume, as the daemon reads it.
 fn device(path: &Path, len: u64, in_flight: u64, reads: u64, compare: bool) -> Duration {
     let took = by_device(path, len, in_flight, reads, |_, _| {});
     if !compare {
