@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use gpunvme_blockdev::{path_of, without_options};
-use rustix::fs::{AtFlags, CWD, StatxFlags, lgetxattr, statx};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatxFlags, lgetxattr, openat2, statx};
 use rustix::io::Errno;
 use rustix::path::Arg;
 
@@ -89,7 +89,8 @@ impl Mount {
     }
 
     /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that
-    /// name it as their source. Another file may have had that name when they were made.
+    /// name it as their source. Another file may have had that name when they were made. No mount and
+    /// no source of one is asked for anything.
     ///
     /// # Errors
     /// If `/proc` is not there to ask.
@@ -126,17 +127,25 @@ pub fn is_dead(dir: impl Arg) -> bool {
     matches!(lgetxattr(dir, QUESTION, &mut [0; 0]), Err(Errno::NOTCONN | Errno::CONNABORTED))
 }
 
-/// Whether both name the same device: the same text but for options, or the same file.
+/// Whether a mount's source is this device: by its text but for options, by the device's real path,
+/// which our mounts have as their source, or by another name of the same file.
 fn is_same(source: &OsStr, device: &str) -> bool {
-    let identity = |device| {
-        // The kernel's cached attributes are enough: the file may lie on a mount that does not
-        // answer.
-        let file = statx(CWD, path_of(device)?, AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
-        Some((file.stx_dev_major, file.stx_dev_minor, file.stx_ino))
-    };
     let Some(source) = source.to_str() else { return source == device };
-    without_options(source) == without_options(device)
-        || matches!((identity(source), identity(device)), (Some(a), Some(b)) if a == b)
+    if without_options(source) == without_options(device) {
+        return true;
+    }
+    let (Some(source), Some(device)) = (path_of(source), path_of(device)) else { return false };
+    device.canonicalize().is_ok_and(|real| real == source)
+        || matches!((known(source), std::fs::metadata(device)), (Some(a), Ok(b)) if a == (b.dev(), b.ino()))
+}
+
+/// Device and inode of what a path names, as the kernel knows them without asking a filesystem. A
+/// mount's source may lie on one that does not answer, and a user may have made that so. The source
+/// of a daemon that lives is known: the daemon has it open by that path.
+fn known(path: &Path) -> Option<(u64, u64)> {
+    let file = openat2(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), ResolveFlags::CACHED).ok()?;
+    let status = statx(file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
+    Some((rustix::fs::makedev(status.stx_dev_major, status.stx_dev_minor), status.stx_ino))
 }
 
 /// The kernel writes space, tab, newline and backslash as `\` and three octal digits.

@@ -245,9 +245,14 @@ struct Silent {
 
 impl Silent {
     fn mount(source: &Path) -> Silent {
+        Silent::mount_with(source, "")
+    }
+
+    fn mount_with(source: &Path, options: &str) -> Silent {
         let dir = gpunvme_tests::scratch_dir();
         let mut connection = File::options().read(true).write(true).open("/dev/fuse").unwrap();
-        let options = format!("fd={},rootmode=40000,user_id=4711,group_id=4711,subtype=gpunvme", connection.as_raw_fd());
+        let fd = connection.as_raw_fd();
+        let options = format!("fd={fd},rootmode=40000,user_id=4711,group_id=4711,subtype=gpunvme{options}");
         let options = std::ffi::CString::new(options).unwrap();
         rustix::mount::mount(source, dir.path(), "fuse", rustix::mount::MountFlags::empty(), options.as_c_str()).unwrap();
         let mut request = vec![0; 1 << 20];
@@ -310,6 +315,39 @@ fn a_mount_whose_server_never_answers_holds_up_neither_its_unmount_nor_a_daemon_
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "{error}");
     drop(silent);
     volume.abandon();
+}
+
+/// How a program ends; `None` where it has not after half a minute, and cannot be waited for.
+fn ended(command: &mut Command) -> Option<Output> {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > until {
+            let _ = child.kill();
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Some(child.wait_with_output().unwrap())
+}
+
+#[test]
+fn a_mount_is_not_held_up_by_another_whose_source_does_not_answer() {
+    needs_mount!();
+    let image = Image::formatted();
+    fs::create_dir(image.mount_point()).unwrap();
+    // Root may enter it, and then waits.
+    let outer = Silent::mount_with(Path::new("none"), ",allow_other");
+    let inner = Silent::mount(&outer.dir.path().join("folder/image"));
+    let mounted = ended(programs::command("mount.gpunvme").arg(image.path()).arg(image.mount_point()));
+    let checked = ended(programs::command("fsck.gpunvme").arg("-n").arg(image.path()));
+    drop((inner, outer));
+    let mounted = mounted.map(|output| text(&output));
+    let unmounted = unmount_by_helper(&image);
+    assert_eq!(mounted.as_deref(), Some("exit status: 0: "));
+    let checked = checked.map(|output| text(&output)).unwrap_or_default();
+    assert!(checked.contains(&format!("already mounted on {}", image.mount_point().display())), "{checked}");
+    assert_eq!(text(&unmounted), "exit status: 0: ");
 }
 
 /// A mount that was moved over another is older than that.

@@ -23,6 +23,7 @@ const CALLS: &[libc::c_long] = &[
     // Files: the device, /dev/fuse, /proc and /sys, buffers of clients; the socket's name is
     // removed at the end.
     libc::SYS_openat,
+    libc::SYS_openat2,
     libc::SYS_close,
     libc::SYS_close_range,
     libc::SYS_read,

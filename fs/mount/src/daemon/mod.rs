@@ -32,6 +32,7 @@ mod utab;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use rustix::io::Errno;
@@ -44,6 +45,9 @@ use gpunvme_programs::mounts::Mount;
 use gpunvme_programs::terminal::{self, complain};
 use lifecycle::Lifecycle;
 use options::{Command, Options};
+
+/// How long mounts of a device may be asked whether their daemons have gone.
+const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Runs the program with `args`, the first being its name, and returns its exit code in mount(8)'s
 /// terms.
@@ -194,10 +198,14 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
 
 /// Releases those mounts of `device` of which `is_dead` says that no daemon will come back to them:
 /// they answer every access with an error. That they name it is not enough: it may be another file
-/// by now, with a daemon that lives.
+/// by now, with a daemon that lives. After [`RELEASE_LIMIT`] no further one is looked at: users may
+/// have made any number that do not answer.
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
+    let until = Instant::now() + RELEASE_LIMIT;
     // Whether it is at its place is asked last: another mount may take it meanwhile.
-    let is_dead = |mount: &Mount| mount.is_ours() && is_dead(mount) && attachment::is_at_its_place(mount);
+    let is_dead = |mount: &Mount| {
+        mount.is_ours() && Instant::now() < until && is_dead(mount) && attachment::is_at_its_place(mount)
+    };
     for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
         match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
