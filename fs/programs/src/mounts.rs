@@ -2,7 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -148,6 +148,15 @@ fn known(path: &Path) -> Option<(u64, u64)> {
     Some((rustix::fs::makedev(status.stx_dev_major, status.stx_dev_minor), status.stx_ino))
 }
 
+/// As the kernel writes names into its table, and libmount into its own.
+pub fn escape(name: &OsStr) -> Vec<u8> {
+    let escaped = |byte: &u8| match byte {
+        b' ' | b'\t' | b'\n' | b'\\' => format!("\\{byte:03o}").into_bytes(),
+        byte => vec![*byte],
+    };
+    name.as_bytes().iter().flat_map(escaped).collect()
+}
+
 /// The kernel writes space, tab, newline and backslash as `\` and three octal digits.
 fn unescape(field: &[u8]) -> OsString {
     let mut bytes = Vec::with_capacity(field.len());
@@ -194,6 +203,9 @@ mod tests {
         let of_a_device = br"37 35 7:0 / /mnt rw - fuseblk.gpunvme /dev/loop0 rw,blksize=4096";
         assert!(Mount::parse(of_a_device).is_some_and(|mount| mount.is_ours() && mount.claims_its_device()));
         assert_eq!(Mount::parse(b""), None);
+        let name = OsStr::from_bytes(b"a b\tc\nd\\e#\xff");
+        assert_eq!(escape(name), br"a\040b\011c\012d\134e#".iter().chain(b"\xff").copied().collect::<Vec<_>>());
+        assert_eq!(unescape(&escape(name)), name);
     }
 
     /// A mount of another user's, whom root is not allowed to ask by statfs(2).

@@ -36,6 +36,17 @@ pub enum Report {
     InForeground,
 }
 
+/// Has signals do what the program expects, whatever its caller left: children can be waited for,
+/// and a file that may not grow is an error, not the end.
+pub fn reset_signals() {
+    // SAFETY: neither makes a function of this program a handler.
+    #[allow(unsafe_code)]
+    unsafe {
+        libc::signal(libc::SIGCHLD, libc::SIG_DFL);
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+    }
+}
+
 /// Closes what the program inherited beyond stdin, stdout and stderr, so that the daemon does not
 /// keep another program's pipe, lock or directory for as long as it lives. Called before the
 /// program opens anything.
@@ -62,6 +73,31 @@ pub fn split() -> io::Result<Side> {
         ForkResult::Parent { child } => Ok(Side::Caller(Caller { daemon: child, pipe: reader })),
         ForkResult::Child => Ok(Side::Daemon(Report::ToCaller(writer))),
     }
+}
+
+/// Does `work` in a process that nobody waits for, and that has nothing of this one's caller. Must
+/// be called while the process has a single thread. Where the system has no process to give, it is
+/// not done.
+pub fn leave_behind(work: impl FnOnce()) {
+    // SAFETY: as in [`split`].
+    #[allow(unsafe_code)]
+    if let Ok(ForkResult::Child) = unsafe { fork() } {
+        if let_go().is_ok() {
+            work();
+        }
+        std::process::exit(0);
+    }
+}
+
+/// Lets go of the terminal, the session and the working directory.
+fn let_go() -> io::Result<()> {
+    rustix::process::setsid()?;
+    rustix::process::chdir("/")?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    Ok(())
 }
 
 impl Caller {
@@ -92,12 +128,7 @@ impl Report {
     /// If the caller is gone, which means that the mount is no longer wanted.
     pub fn live(self) -> io::Result<()> {
         let Self::ToCaller(mut pipe) = self else { return Ok(()) };
-        rustix::process::setsid()?;
-        rustix::process::chdir("/")?;
-        let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-        rustix::stdio::dup2_stdin(&null)?;
-        rustix::stdio::dup2_stdout(&null)?;
-        rustix::stdio::dup2_stderr(&null)?;
+        let_go()?;
         pipe.write_all(&[0])
     }
 

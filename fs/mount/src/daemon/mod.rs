@@ -55,6 +55,7 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(2);
 /// Must be called from a process that has one thread and has opened nothing: see [`background`].
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     background::close_inherited();
+    background::reset_signals();
     let args: Vec<OsString> = args.into_iter().collect();
     let name = args.first().and_then(|name| Path::new(name).file_name()).unwrap_or_default().to_string_lossy().into_owned();
     if name.starts_with("umount") { run_unmount(&name, args) } else { run_mount(args) }
@@ -113,7 +114,7 @@ fn run_mount(args: Vec<OsString>) -> u8 {
                 && options.namespace.is_none()
                 && let Ok(dir) = options.dir.canonicalize()
             {
-                utab::note(&dir);
+                utab::note_behind_caller(&dir);
             }
             if code != 0 {
                 complain(format_args!("mount.gpunvme: {}: {text}", options.device));
@@ -203,9 +204,8 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
     let until = Instant::now() + RELEASE_LIMIT;
     // Whether it is at its place is asked last: another mount may take it meanwhile.
-    let is_dead = |mount: &Mount| {
-        mount.is_ours() && Instant::now() < until && is_dead(mount) && attachment::is_at_its_place(mount)
-    };
+    let is_dead =
+        |mount: &Mount| mount.is_ours() && Instant::now() < until && is_dead(mount) && attachment::is_at_its_place(mount);
     for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
         match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),

@@ -18,6 +18,7 @@ use super::attachment::is_at_its_place;
 use super::error::MountError;
 use super::last_word::Awaited;
 use super::question::{Found, Question, is_dead};
+use super::utab;
 use gpunvme_programs::mounts::Mount;
 
 /// How long the filesystem of a device may take to answer before the mount is taken away.
@@ -63,39 +64,49 @@ pub(super) struct Arguments {
 impl Arguments {
     /// Unmounts as these arguments say.
     pub(super) fn unmount(&self) -> Result<(), MountError> {
-        let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("{}: {why}", self.dir.display()));
         let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
-        let mount = uppermost(&dir).map_err(|error| failed(&error))?;
+        let mount = uppermost(&dir).map_err(|error| self.failed(&error))?;
         if !mount.is_ours() {
-            return Err(failed(&"not the mount of a gpunvme volume"));
+            return Err(self.failed(&"not the mount of a gpunvme volume"));
         }
+        let others = elsewhere(&mount);
+        let result = self.take_down(&mount, &others);
+        if self.namespace.is_none() {
+            change_entries(&mount, &others);
+        }
+        result
+    }
 
+    fn failed(&self, why: &dyn std::fmt::Display) -> MountError {
+        MountError::Failed(format!("{}: {why}", self.dir.display()))
+    }
+
+    fn take_down(&self, mount: &Mount, others: &[Mount]) -> Result<(), MountError> {
         let mut flags = UnmountFlags::NOFOLLOW;
         flags.set(UnmountFlags::DETACH, self.lazy);
         flags.set(UnmountFlags::FORCE, self.force);
         // In another namespace `fusermount3` would be a program of that namespace's owner.
         let by_helper = self.namespace.is_none();
-        let detach = || release(&dir, flags, by_helper).map_err(|error| failed(&why_not(error, &mount)));
+        let detach = || release(&mount.dir, flags, by_helper).map_err(|error| self.failed(&why_not(error, mount)));
         if self.lazy {
             // Nothing is waited for, so nothing is looked at: its filesystem may not answer.
             return detach();
         }
         let source = mount.source.as_os_str();
         let last_word = Awaited::of(mount.dev, source);
-        let may_lose = last_word.is_some() || may_lose(&mount);
-        let others = elsewhere(&mount);
+        let may_lose = last_word.is_some() || may_lose(mount);
         if let Err(busy) = detach() {
             // What is open was cut off all the same, and its daemon ends.
             if let Some(word) = last_word.as_ref().filter(|_| self.force) {
                 word.wait(WORD_LIMIT);
                 if word.is_clean() == Some(false) {
-                    return Err(failed(&format_args!("not unmounted, and {LOST}")));
+                    return Err(self.failed(&format_args!("not unmounted, and {LOST}")));
                 }
             }
             return Err(busy);
         }
         let is_said = |word: &Awaited| word.is_clean().is_some();
-        if !self.force && stays(&others) && !last_word.as_ref().is_some_and(is_said) {
+        if !self.force && stays(others) && !last_word.as_ref().is_some_and(is_said) {
             return Ok(());
         }
         if let Some(word) = &last_word {
@@ -115,7 +126,7 @@ impl Arguments {
         };
         match is_clean {
             Ok(true) => Ok(()),
-            Ok(false) => Err(failed(&format_args!("unmounted, but {LOST}"))),
+            Ok(false) => Err(self.failed(&format_args!("unmounted, but {LOST}"))),
             Err(why) => Err(MountError::Unknown(format!(
                 "{}: unmounted, but whether the volume was written down cannot be told: {why}",
                 self.dir.display()
@@ -144,16 +155,37 @@ fn may_lose(mount: &Mount) -> bool {
     Question::HasWriter.ask(&mount.source, GLANCE_LIMIT) != Some(Found::No) && !is_dead(mount)
 }
 
-/// Where else a mount's filesystem is mounted: the numbers of those mounts. One that is made later
-/// may have got the filesystem's number anew.
-fn elsewhere(mount: &Mount) -> Vec<u64> {
+/// Where else a mount's filesystem is mounted.
+fn elsewhere(mount: &Mount) -> Vec<Mount> {
     let is_other = |other: &Mount| other.dev == mount.dev && other.id != mount.id;
-    Mount::all().unwrap_or_default().into_iter().filter(is_other).map(|other| other.id).collect()
+    Mount::all().unwrap_or_default().into_iter().filter(is_other).collect()
 }
 
 /// Whether the daemon stays, because it is mounted elsewhere too: unless it was cut off.
-fn stays(others: &[u64]) -> bool {
-    !others.is_empty() && Mount::all().is_ok_and(|mounts| mounts.iter().any(|mount| others.contains(&mount.id)))
+fn stays(others: &[Mount]) -> bool {
+    Mount::all().is_ok_and(|mounts| others.iter().any(|other| is_among(other, &mounts)))
+}
+
+/// Whether a mount is still there. The filesystem's number does not tell: another may have got it
+/// anew.
+fn is_among(mount: &Mount, mounts: &[Mount]) -> bool {
+    mounts.iter().any(|listed| listed.id == mount.id)
+}
+
+/// A mount that is gone leaves no entry for umount(8), which removes those only of mounts that it
+/// has unmounted without a fault. Where the filesystem stays mounted elsewhere, one of these mounts
+/// has an entry after this: so the last has.
+fn change_entries(mount: &Mount, others: &[Mount]) {
+    let Ok(mounts) = Mount::all() else { return };
+    if is_among(mount, &mounts) {
+        return;
+    }
+    if !mounts.iter().any(|listed| listed.is_ours() && listed.dir == mount.dir) {
+        utab::remove(&mount.dir);
+    }
+    if let Some(other) = others.iter().find(|other| is_among(other, &mounts)) {
+        utab::note(other);
+    }
 }
 
 /// Whether a volume was left with nothing in its journal, which this program can see for itself

@@ -1,33 +1,150 @@
 //! The entry of a mount in `/run/mount/utab`, by which umount(8) finds its helper.
 //!
-//! Where a mount has no entry, umount(8) that root calls with a whole path asks statfs(2) for the
-//! type, which is the same for all mounts of FUSE, and looks for `umount.fuse` (util-linux 2.38,
-//! `lookup_umount_fs`). With one it asks the mount table, and looks for the helper of that type.
+//! Where a directory has no entry, umount(8) that root calls with a whole path asks statfs(2) for
+//! the type, which is the same for all mounts of FUSE, and looks for `umount.fuse` (util-linux
+//! 2.38, `lookup_umount_fs`). With any entry it asks the mount table, and looks for the helper of
+//! that type.
+//!
+//! The file is libmount's, and changed as libmount does it (`libmount/src/tab_update.c`): under a
+//! lock, by a new file that takes its place. mount(8) and umount(8) are not told to do it: they
+//! wait without a limit for that lock, which any user may hold, and umount(8) removes entries of
+//! other mounts on the same directory.
 
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use rustix::process::geteuid;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, PidfdFlags, geteuid, getppid, pidfd_open};
 
-use gpunvme_programs::mounts::Mount;
+use super::background;
+use gpunvme_programs::mounts::{Mount, escape};
 
-/// What the entry says: options of this kind are for programs that look at them, and for no other.
-const OPTION: &str = "x-gpunvme";
+const FOLDER: &str = "/run/mount";
+const TABLE: &str = "/run/mount/utab";
+const LOCK: &str = "/run/mount/utab.lock";
+/// What becomes the table. Only who has the lock makes it.
+const NEW: &str = "/run/mount/utab.gpunvme";
+/// What an entry of ours says: options of this kind are for programs that look at them, and for no
+/// other.
+const OPTS: &[u8] = b"OPTS=x-gpunvme";
+/// How long others may have the lock. Without its entry a mount is no worse.
+const LOCK_LIMIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(5);
+/// How long mount(8) may go on: it may have further mounts to make.
+const CALLER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Has mount(8) make an entry for the mount on `dir`, a real path, in place of one that an earlier
-/// mount left there. umount(8) removes it. There is none where these programs are missing, or may
-/// not: the mount is no worse for it.
-pub fn note(dir: &Path) {
+/// Gives the mount on `dir`, a real path, an entry, in place of one of ours that was left there.
+///
+/// mount(8) makes an entry itself, of options that only programs in user space know, when its
+/// helper has ended; but not where it finds one. So where mount(8) has called this program, another
+/// process waits for its end. To be called from a process of one thread.
+pub fn note_behind_caller(dir: &Path) {
+    remove(dir);
     let Some(mount) = Mount::on(dir).ok().filter(|mount| mount.is_ours() && geteuid().is_root()) else { return };
-    // With this neither mounts or unmounts anything.
-    let fake = |program: &str| {
-        let mut command = Command::new(program);
-        command.args(["--internal-only", "--fake"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command
-    };
-    let _ = fake("umount").arg(dir).status();
-    let noted = fake("mount").args(["-t", &mount.fs_type, "-o", OPTION]).arg(&mount.source).arg(dir).status();
-    if !noted.is_ok_and(|status| status.success()) {
-        tracing::debug!("mount(8) made no entry for umount(8)");
+    let caller = getppid().filter(|caller| name(*caller).is_ok_and(|name| name == "mount\n"));
+    match caller {
+        Some(caller) => background::leave_behind(|| {
+            await_end(caller);
+            note(&mount);
+        }),
+        None => note(&mount),
     }
+}
+
+/// Gives a mount an entry, unless its directory has one.
+pub fn note(mount: &Mount) {
+    let [source, dir] = [mount.source.as_os_str(), mount.dir.as_os_str()].map(escape);
+    let target = [b"TARGET=", &dir[..]].concat();
+    let line = [b"SRC=", &source[..], b" ", &target, b" ROOT=/ ", OPTS, b"\n"].concat();
+    change(|table| match lines(table).any(|line| has(line, &target)) {
+        true => table.to_vec(),
+        false if table.ends_with(b"\n") || table.is_empty() => [table, &line].concat(),
+        false => [table, b"\n", &line].concat(),
+    });
+    // Who unmounted it before that found no entry to remove.
+    if !Mount::all().is_ok_and(|mounts| mounts.iter().any(|listed| listed.id == mount.id)) {
+        remove(&mount.dir);
+    }
+}
+
+/// Removes the entry of ours for a directory, and no other.
+pub fn remove(dir: &Path) {
+    let target = [b"TARGET=", &escape(dir.as_os_str())[..]].concat();
+    let is_ours = |line: &[u8]| has(line, OPTS) && has(line, &target) && !words(line).any(|word| word.starts_with(b"ATTRS="));
+    change(|table| lines(table).filter(|line| !is_ours(line)).collect::<Vec<_>>().concat());
+}
+
+fn lines(table: &[u8]) -> impl Iterator<Item = &[u8]> {
+    table.split_inclusive(|byte| *byte == b'\n')
+}
+
+fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
+    line.split(|byte| b" \n".contains(byte))
+}
+
+fn has(line: &[u8], word: &[u8]) -> bool {
+    words(line).any(|found| found == word)
+}
+
+/// Has the table as `edit` makes it. Where this process may not change it, or others do for long,
+/// it stays: no more depends on it than which program umount(8) calls.
+fn change(edit: impl Fn(&[u8]) -> Vec<u8>) {
+    let is_as_wanted = || read().map(|table| edit(&table) == table);
+    if geteuid().is_root() && is_as_wanted().is_ok_and(|is| !is) {
+        let _ = replace(edit).inspect_err(|_| drop(fs::remove_file(NEW)));
+    }
+}
+
+fn replace(edit: impl Fn(&[u8]) -> Vec<u8>) -> io::Result<()> {
+    // It may be there.
+    let _ = DirBuilder::new().mode(0o755).create(FOLDER);
+    let _lock = lock()?;
+    let table = edit(&read()?);
+    let mut new = opened(File::options().write(true).create(true).truncate(true), NEW)?;
+    new.write_all(&table)?;
+    new.set_permissions(Permissions::from_mode(0o644))?;
+    fs::rename(NEW, TABLE)
+}
+
+/// The table; nothing where there is none.
+fn read() -> io::Result<Vec<u8>> {
+    let mut table = Vec::new();
+    match opened(File::options().read(true), TABLE) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        file => drop(file?.read_to_end(&mut table)?),
+    }
+    Ok(table)
+}
+
+fn lock() -> io::Result<File> {
+    let file = opened(File::options().write(true).create(true), LOCK)?;
+    file.set_permissions(Permissions::from_mode(0o644))?;
+    let until = Instant::now() + LOCK_LIMIT;
+    while let Err(errno) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        if Instant::now() > until {
+            return Err(errno.into());
+        }
+        std::thread::sleep(LOCK_POLL);
+    }
+    Ok(file)
+}
+
+fn opened(options: &mut OpenOptions, path: &str) -> io::Result<File> {
+    options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).mode(0o644).open(path)
+}
+
+/// The name of a process as the kernel has it: of a script too.
+fn name(process: Pid) -> io::Result<String> {
+    fs::read_to_string(format!("/proc/{}/comm", process.as_raw_nonzero()))
+}
+
+fn await_end(process: Pid) {
+    // One that has gone has ended.
+    let Ok(process) = pidfd_open(process, PidfdFlags::empty()) else { return };
+    let limit = Timespec { tv_sec: CALLER_LIMIT.as_secs() as _, tv_nsec: 0 };
+    let _ = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit));
 }

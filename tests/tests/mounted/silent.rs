@@ -1,0 +1,148 @@
+//! Mounts whose servers do not answer, and what they hold up: no other mount, and no unmount.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
+use gpunvme_tests::{needs_mount, programs};
+use rustix::process::{Signal, WaitOptions};
+
+use crate::unmounts::{unmount_at, unmount_by_helper, unmount_with};
+
+/// A server of a mount that an ordinary user may have made: it agrees on the protocol, and answers
+/// nothing after that, until it is dropped.
+struct Silent {
+    dir: tempfile::TempDir,
+    _connection: File,
+}
+
+impl Silent {
+    fn mount(source: &Path) -> Silent {
+        Silent::mount_with(source, "")
+    }
+
+    fn mount_with(source: &Path, options: &str) -> Silent {
+        let dir = gpunvme_tests::scratch_dir();
+        let mut connection = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+        let fd = connection.as_raw_fd();
+        let options = format!("fd={fd},rootmode=40000,user_id=4711,group_id=4711,subtype=gpunvme{options}");
+        let options = std::ffi::CString::new(options).unwrap();
+        rustix::mount::mount(source, dir.path(), "fuse", rustix::mount::MountFlags::empty(), options.as_c_str()).unwrap();
+        let mut request = vec![0; 1 << 20];
+        let len = connection.read(&mut request).unwrap();
+        assert!(len >= 40, "INIT is the first");
+        // The header of a reply to it, and `struct fuse_init_out` of version 7.31.
+        let mut reply = vec![0; 16 + 64];
+        reply[..4].copy_from_slice(&80_u32.to_ne_bytes());
+        reply[8..16].copy_from_slice(&request[8..16]);
+        reply[16..20].copy_from_slice(&7_u32.to_ne_bytes());
+        reply[20..24].copy_from_slice(&31_u32.to_ne_bytes());
+        reply[36..40].copy_from_slice(&4096_u32.to_ne_bytes());
+        connection.write_all(&reply).unwrap();
+        // A caller cannot take back a request that was read and is not answered.
+        let mut reader = connection.try_clone().unwrap();
+        std::thread::spawn(move || while reader.read(&mut request).is_ok_and(|len| len > 0) {});
+        Silent { dir, _connection: connection }
+    }
+}
+
+impl Drop for Silent {
+    fn drop(&mut self) {
+        let dev = is_mounted(self.dir.path()).then(|| {
+            let table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+            let name = self.dir.path().to_str().unwrap().to_owned();
+            let line = table.lines().find(|line| line.split(' ').nth(4) == Some(&name)).unwrap().to_owned();
+            line.split(' ').nth(2).unwrap().split(':').nth(1).unwrap().to_owned()
+        });
+        if let Some(dev) = dev {
+            let _ = Command::new("mount").args(["-t", "fusectl", "none", "/sys/fs/fuse/connections"]).output();
+            let _ = fs::write(format!("/sys/fs/fuse/connections/{dev}/abort"), "1");
+            let _ = Command::new("umount").args(["-i", "-l"]).arg(self.dir.path()).output();
+        }
+    }
+}
+
+#[test]
+fn a_mount_whose_server_never_answers_holds_up_neither_its_unmount_nor_a_daemon_s_end() {
+    needs_mount!();
+    let folder = gpunvme_tests::scratch_dir();
+    let silent = Silent::mount(&folder.path().join("there is none"));
+    let begun = Instant::now();
+    let said = unmount_at(silent.dir.path());
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}: {}", begun.elapsed(), text(&said));
+    assert!(!is_mounted(silent.dir.path()), "{}", text(&said));
+    drop(silent);
+
+    // It names a device that root mounts.
+    let image = Image::formatted();
+    let silent = Silent::mount(&image.path());
+    let volume = image.mount();
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while rustix::process::waitpid(Some(volume.daemon()), WaitOptions::NOHANG).unwrap().is_none() {
+        assert!(Instant::now() < until, "a daemon that was killed does not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // Its connection is closed only when all of its threads are gone.
+    let error = fs::metadata(volume.path("file")).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN), "{error}");
+    drop(silent);
+    volume.abandon();
+}
+
+/// How a program ends; `None` where it has not after half a minute, and cannot be waited for.
+fn ended(command: &mut Command) -> Option<Output> {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > until {
+            let _ = child.kill();
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Some(child.wait_with_output().unwrap())
+}
+
+#[test]
+fn a_mount_is_not_held_up_by_another_whose_source_does_not_answer() {
+    needs_mount!();
+    let image = Image::formatted();
+    fs::create_dir(image.mount_point()).unwrap();
+    // Root may enter it, and then waits.
+    let outer = Silent::mount_with(Path::new("none"), ",allow_other");
+    let inner = Silent::mount(&outer.dir.path().join("folder/image"));
+    let mounted = ended(programs::command("mount.gpunvme").arg(image.path()).arg(image.mount_point()));
+    let checked = ended(programs::command("fsck.gpunvme").arg("-n").arg(image.path()));
+    drop((inner, outer));
+    let mounted = mounted.map(|output| text(&output));
+    let unmounted = unmount_by_helper(&image);
+    assert_eq!(mounted.as_deref(), Some("exit status: 0: "));
+    let checked = checked.map(|output| text(&output)).unwrap_or_default();
+    assert!(checked.contains(&format!("already mounted on {}", image.mount_point().display())), "{checked}");
+    assert_eq!(text(&unmounted), "exit status: 0: ");
+}
+
+#[test]
+fn a_lazy_unmount_asks_nothing_of_a_filesystem_that_does_not_answer() {
+    needs_mount!();
+    let outer = Mounted::new();
+    let image = outer.path("image");
+    File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    assert!(programs::command("mkfs.gpunvme").arg(&image).status().unwrap().success());
+    let folder = gpunvme_tests::scratch_dir();
+    let output = programs::command("mount.gpunvme").arg(&image).arg(folder.path()).output().unwrap();
+    assert_eq!(text(&output), "exit status: 0: ");
+    rustix::process::kill_process(outer.daemon(), Signal::STOP).unwrap();
+    let begun = Instant::now();
+    let said = unmount_with(&["-l"], folder.path());
+    let took = begun.elapsed();
+    rustix::process::kill_process(outer.daemon(), Signal::CONT).unwrap();
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    outer.unmount();
+}

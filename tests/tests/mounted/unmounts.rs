@@ -1,0 +1,301 @@
+//! umount(8)'s helper: it waits for the daemon, and tells of what was lost.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use gpunvme_tests::loop_device::LoopDevice;
+use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
+use gpunvme_tests::{needs_mount, programs, tree};
+use rustix::process::{Signal, WaitOptions};
+
+use crate::faults::Small;
+
+/// umount(8)'s helper, as it is called where it is installed.
+pub fn unmount_by_helper(image: &Image) -> Output {
+    unmount_at(&image.mount_point())
+}
+
+pub fn unmount_at(mount_point: &Path) -> Output {
+    unmount_with(&[], mount_point)
+}
+
+pub fn unmount_with(options: &[&str], mount_point: &Path) -> Output {
+    let folder = gpunvme_tests::scratch_dir();
+    let helper = folder.path().join("umount.fuse.gpunvme");
+    symlink(programs::path("mount.gpunvme"), &helper).unwrap();
+    let mut timeout = Command::new("timeout");
+    timeout.args(["-s", "KILL", "120"]).arg(helper).args(options).arg(mount_point).output().unwrap()
+}
+
+#[test]
+fn an_unmount_that_could_not_write_the_volume_down_says_so() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = Image::blank_in(outer.0.path(), 100 << 20);
+    assert!(image.mkfs(&[]).status.success());
+    assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+    let said = unmount_by_helper(&image);
+    assert_eq!(text(&said), "exit status: 0: ", "nothing is lost");
+    assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+    let filled = outer.0.path().join("filled");
+    let mut filler = File::create(&filled).unwrap();
+    let _ = (0..20).try_for_each(|_| filler.write_all(&[1; 1 << 20]));
+    for number in 0..50 {
+        fs::write(image.mount_point().join(number.to_string()), tree::pattern(number, 300_000)).unwrap();
+    }
+    let said = unmount_by_helper(&image);
+    assert!(!is_mounted(&image.mount_point()));
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+    assert!(text(&said).contains("the volume could not be written down: what was not synced before is lost"), "{}", text(&said));
+    fs::remove_file(filled).unwrap();
+    // Nothing is left in memory of a daemon that was killed, nor can be lost by this.
+    let volume = image.mount();
+    let last_word = last_word_of(&volume);
+    assert!(last_word.exists());
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    let said = unmount_by_helper(volume.image());
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(last_word.exists(), "a daemon that was killed removes nothing");
+    volume.abandon();
+}
+
+/// The file for the last word of a mount's daemon.
+fn last_word_of(volume: &Mounted) -> PathBuf {
+    let dev = fs::metadata(volume.root()).unwrap().dev();
+    PathBuf::from(format!("/run/gpunvme/{}:{}.last-word", rustix::fs::major(dev), rustix::fs::minor(dev)))
+}
+
+/// A volume that is full of what its device does not take, mounted with these devices; how its
+/// unmounting ends after `before`.
+fn unmount_of_lost(folder: &Path, mut mount: Command, mount_point: &Path, before: impl FnOnce()) -> Output {
+    fs::create_dir_all(mount_point).unwrap();
+    let output = mount.output().unwrap();
+    assert_eq!(text(&output), "exit status: 0: ");
+    let mut filler = File::create(folder.join("filled")).unwrap();
+    let _ = (0..40).try_for_each(|_| filler.write_all(&[1; 1 << 20]));
+    for number in 0..50 {
+        fs::write(mount_point.join(number.to_string()), tree::pattern(number, 300_000)).unwrap();
+    }
+    before();
+    let said = unmount_at(mount_point);
+    assert!(!is_mounted(mount_point));
+    fs::remove_file(folder.join("filled")).unwrap();
+    said
+}
+
+#[test]
+fn an_unmount_tells_of_what_was_lost_on_members_in_different_folders() {
+    needs_mount!();
+    let outer = Small::new("size=40m");
+    let members = ["x", "y"].map(|folder| outer.0.path().join(folder).join("member"));
+    for member in &members {
+        fs::create_dir(member.parent().unwrap()).unwrap();
+        File::create(member).unwrap().set_len(100 << 20).unwrap();
+    }
+    let output = programs::command("mkfs.gpunvme").args(&members).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let mount_point = outer.0.path().join("mnt");
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(&members[0]).arg(&mount_point).arg("-o").arg(format!("device={}", members[1].display()));
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || ());
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
+fn an_unmount_tells_of_what_was_lost_before_the_mount_became_read_only() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = Image::blank_in(outer.0.path(), 100 << 20);
+    assert!(image.mkfs(&[]).status.success());
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(image.path()).arg(image.mount_point());
+    let mount_point = image.mount_point();
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || {
+        let output = image.try_mount("remount,ro");
+        assert_eq!(output.status.code(), Some(32), "{}", text(&output));
+    });
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
+fn an_unmount_tells_of_names_that_were_lost_with_a_commit_before_it() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = Image::blank_in(outer.0.path(), 100 << 20);
+    assert!(image.mkfs(&[]).status.success());
+    assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+    let mut filler = File::create(outer.0.path().join("filled")).unwrap();
+    let _ = (0..20).try_for_each(|_| filler.write_all(&[1; 1 << 20]));
+    for number in 0..200 {
+        fs::create_dir(image.mount_point().join(format!("folder {number}"))).unwrap();
+    }
+    let synced = File::open(image.mount_point()).unwrap().sync_all();
+    assert!(synced.is_err(), "the journal has no room on its device");
+    let said = unmount_by_helper(&image);
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+}
+
+#[test]
+fn an_unmount_of_a_block_device_tells_of_what_was_lost() {
+    needs_mount!();
+    let outer = Small::new("size=20m");
+    let image = outer.0.path().join("image");
+    File::create(&image).unwrap().set_len(100 << 20).unwrap();
+    let Some(device) = LoopDevice::over("an_unmount_of_a_block_device_tells_of_what_was_lost", &image) else { return };
+    assert!(programs::command("mkfs.gpunvme").arg("-f").arg(device.path()).output().unwrap().status.success());
+    let mount_point = outer.0.path().join("mnt");
+    let mut mount = programs::command("mount.gpunvme");
+    mount.arg(device.path()).arg(&mount_point);
+    let mut table = String::new();
+    let said = unmount_of_lost(outer.0.path(), mount, &mount_point, || {
+        table = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    });
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+    let line = table.lines().find(|line| line.contains(mount_point.to_str().unwrap()));
+    assert!(line.is_some_and(|line| line.contains("fuseblk.gpunvme")), "{line:?}");
+}
+
+/// A mount that was moved over another is older than that.
+#[test]
+fn an_unmount_takes_the_uppermost_mount_and_hears_its_daemon() {
+    needs_mount!();
+    let (below, above) = (Mounted::new(), Image::formatted());
+    let aside = gpunvme_tests::scratch_dir();
+    let private = |dir: &Path| {
+        assert!(Command::new("mount").arg("--bind").args([dir, dir]).status().unwrap().success());
+        assert!(Command::new("mount").arg("--make-private").arg(dir).status().unwrap().success());
+    };
+    private(aside.path());
+    let dir = aside.path().join("dir");
+    fs::create_dir(&dir).unwrap();
+    let moving = programs::command("mount.gpunvme").arg(above.path()).arg(&dir).output().unwrap();
+    assert_eq!(text(&moving), "exit status: 0: ");
+    let table = || fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let root = below.root();
+    let second = Image::formatted();
+    let newer = programs::command("mount.gpunvme").arg(second.path()).arg(&root).output().unwrap();
+    assert_eq!(text(&newer), "exit status: 0: ");
+    assert!(Command::new("mount").arg("--move").args([&dir, &root]).status().unwrap().success());
+    let found = Command::new("pgrep").args(["-n", "-f"]).arg(above.path()).output().unwrap();
+    let daemon = rustix::process::Pid::from_raw(String::from_utf8(found.stdout).unwrap().trim().parse().unwrap()).unwrap();
+    // The kernel need not ask for them again.
+    fs::symlink_metadata(&root).unwrap();
+    rustix::process::kill_process(daemon, Signal::STOP).unwrap();
+    let begun = Instant::now();
+    let (said, took) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_secs(1));
+            rustix::process::kill_process(daemon, Signal::CONT).unwrap();
+        });
+        (unmount_at(&root), begun.elapsed())
+    });
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took > Duration::from_millis(900), "it waited for another daemon");
+    let table = table();
+    let is_listed = |image: &Image| table.contains(&image.path().display().to_string());
+    assert!(!is_listed(&above) && is_listed(&second), "the one that was moved is the uppermost");
+    assert_eq!(text(&unmount_at(&root)), "exit status: 0: ");
+    assert!(Command::new("umount").arg(aside.path()).status().unwrap().success());
+    below.unmount();
+}
+
+#[test]
+fn an_unmount_that_cannot_tell_says_so() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let image = volume.image().path();
+    let moved = image.with_extension("moved");
+    fs::rename(&image, &moved).unwrap();
+    // As for a mount whose daemon has no place for it.
+    fs::remove_file(last_word_of(&volume)).unwrap();
+    let said = unmount_by_helper(volume.image());
+    fs::rename(&moved, &image).unwrap();
+    assert_eq!(said.status.code(), Some(64), "{}", text(&said));
+    let why = format!("unmounted, but whether the volume was written down cannot be told: {}: no such file", image.display());
+    assert!(text(&said).contains(&why), "{}", text(&said));
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_hears_from_the_daemon_whatever_has_the_name_of_its_device_by_then() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 300_000)).unwrap();
+    let image = volume.image().path();
+    let moved = image.with_extension("moved");
+    fs::rename(&image, &moved).unwrap();
+    // A volume that was not written down.
+    fs::copy(&moved, &image).unwrap();
+    let said = unmount_by_helper(volume.image());
+    fs::rename(&moved, &image).unwrap();
+    assert_eq!(text(&said), "exit status: 0: ");
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_says_that_another_namespace_keeps_the_daemon() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let mut namespace = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-c", "echo ready; exec cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It has its copy of the mount then.
+    namespace.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    let said = unmount_by_helper(volume.image());
+    drop(namespace.stdin.take());
+    assert!(namespace.wait().unwrap().success());
+    assert_eq!(said.status.code(), Some(64), "{}", text(&said));
+    assert!(text(&said).contains("the daemon still has the device: mounted in another namespace too"), "{}", text(&said));
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_of_one_bind_of_several_waits_for_nothing() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let bind = volume.image().path().with_file_name("bind");
+    fs::create_dir(&bind).unwrap();
+    assert!(Command::new("mount").arg("--bind").args([&volume.root(), &bind]).status().unwrap().success());
+    let begun = Instant::now();
+    let said = unmount_at(&bind);
+    let took = begun.elapsed();
+    assert_eq!(text(&said), "exit status: 0: ");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_takes_no_longer_than_its_daemon() {
+    needs_mount!();
+    let image = Image::formatted();
+    let unmounted_soon = || {
+        assert_eq!(text(&image.try_mount("")), "exit status: 0: ");
+        let begun = Instant::now();
+        assert_eq!(text(&unmount_by_helper(&image)), "exit status: 0: ");
+        begun.elapsed() < Duration::from_millis(250)
+    };
+    // The machine may have other things to do.
+    assert!((0..10).any(|_| unmounted_soon()));
+}
+
+#[test]
+fn an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data() {
+    needs_mount!();
+    let test = "an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data";
+    let Some(image) = Image::on_block_device(test, 256 << 20) else { return };
+    let volume = image.mount();
+    fs::write(volume.path("file"), b"never synced").unwrap();
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    let said = unmount_by_helper(volume.image());
+    assert_eq!(text(&said), "exit status: 0: ");
+    volume.abandon();
+}
