@@ -42,8 +42,8 @@ pub const MEMBERS_MAX: u16 = 16;
 /// First block of the data area on each member: 2 MiB, so that what is aligned on the volume is
 /// aligned on the member.
 pub const DATA: u64 = 512;
-/// The unit that mkfs takes where it is told none, in blocks: 256 KiB.
-pub const UNIT_DEFAULT: u32 = 64;
+/// The unit that mkfs takes where it is told none, in blocks: 128 KiB.
+pub const UNIT_DEFAULT: u32 = 32;
 /// Smallest and largest unit in blocks, both powers of two as all units are: 64 KiB and 16 MiB.
 pub const UNIT_RANGE: [u32; 2] = [16, 4096];
 

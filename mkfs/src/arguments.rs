@@ -22,7 +22,7 @@ pub struct Arguments {
     #[arg(short = 'U', long)]
     pub uuid: Option<Uuid>,
     /// What lies on one of several devices before the next: 64K to 16M, a power of two
-    #[arg(long, value_parser = unit, default_value = "256K", value_name = "SIZE")]
+    #[arg(long, value_parser = unit, default_value = "128K", value_name = "SIZE")]
     pub unit: u32,
     /// Make a volume that can be given further devices while it is mounted, as one of several can,
     /// of one device

@@ -34,11 +34,12 @@ pub struct Settings {
     /// its own.
     pub staging: Option<usize>,
     /// Threads that may at once do their own requests, by calls that wait
-    /// ([`super::Transfers::read`], [`super::Transfers::write`]) for at most 1 MiB, and one of them
-    /// for at most 16 MiB where the volume has one device, in at most 8 parts: by default as many
-    /// as the machine has processors, and at most 16; never more than 32. For each the library
-    /// makes a ring, and a staging pool of 2 MiB for each GPU that it uses, beside the other one. A
-    /// thread of the library does what others ask for, and what the mount or a GPU has no room for.
+    /// ([`super::Transfers::read`], [`super::Transfers::write`]) for at most 256 KiB, two of them
+    /// for at most 1 MiB, and one of those for at most 16 MiB where the volume has one device, in
+    /// at most 8 parts: by default as many as the machine has processors, and at most 16; never
+    /// more than 32. For each the library makes a ring, and a staging pool of 2 MiB for each GPU
+    /// that it uses, beside the other one. A thread of the library does what others ask for, and
+    /// what the mount or a GPU has no room for.
     pub callers: usize,
     /// Bytes of each GPU's memory that may be registered with the mount at once, where its SSD
     /// reaches them: by default as much as the GPU's BAR shows.

@@ -297,7 +297,7 @@ fn a_volume_of_one_device_that_is_growable_takes_another() {
     needs_mount!();
     let image = Image::blank(96 * MIB);
     let made = succeeds(run("mkfs.gpunvme", &["--growable", name(&image.path())]));
-    assert!(made.contains("devices     1, in units of 256 KiB"), "{made}");
+    assert!(made.contains("devices     1, in units of 128 KiB"), "{made}");
     let volume = image.mount();
     let content = tree::pattern(1, 60 << 20);
     fs::write(volume.path("before"), &content).unwrap();

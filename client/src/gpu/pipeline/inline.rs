@@ -24,13 +24,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Bytes of a short request: as many as there are callers may be done at once.
+/// Bytes of a short request.
 const SHORT: u64 = CHUNK as u64;
+/// Bytes of a request of which as many as there are callers may be done at once. Of larger ones
+/// two are: many pools, each with pieces on their way, would not stay in the processor's cache, and
+/// their callers would take processors from what serves the device.
+const SMALL: u64 = 256 << 10;
+const LARGE_AT_ONCE: usize = 2;
 /// Bytes of the longest request, where the volume has one device. Of those that are not short one
-/// is done at a time, for a caller that is alone with it: many pools, each with pieces on their
-/// way, would not stay in the processor's cache. What is longer still has more in flight, by the
-/// worker, than such an executor has room for; and so has what is not short where several devices
-/// are to be kept busy.
+/// is done at a time, for a caller that is alone with it. What is longer still has more in flight,
+/// by the worker, than such an executor has room for; and so has what is not short where several
+/// devices are to be kept busy.
 const LONGEST: u64 = 16 << 20;
 /// Such an executor's pool on a GPU: a short request has room, also where its pieces are rounded
 /// outwards, and devices may use all of it.
@@ -60,8 +64,8 @@ pub struct InlineExecutors {
     longest: u64,
     /// Held by the thread that makes an executor.
     making: Mutex<()>,
-    /// Held by the thread whose request is not short.
-    long: Mutex<()>,
+    /// Held by the threads whose requests are not small; only the first by one whose is not short.
+    large: [Mutex<()>; LARGE_AT_ONCE],
     page_cache: Arc<PageCache>,
     /// The mount, or a GPU, refused a further executor: the existing ones have to do.
     full: AtomicBool,
@@ -70,7 +74,7 @@ pub struct InlineExecutors {
 /// An executor that a caller has to itself.
 pub struct InlineExecutor<'a> {
     executor: MutexGuard<'a, Executor>,
-    _long: Option<MutexGuard<'a, ()>>,
+    _large: Option<MutexGuard<'a, ()>>,
 }
 
 impl Deref for InlineExecutor<'_> {
@@ -92,8 +96,14 @@ impl InlineExecutors {
     pub fn new(most: usize, devices: u32, page_cache: Arc<PageCache>) -> InlineExecutors {
         let executors = (0..most.min(MOST)).map(|_| OnceLock::new()).collect();
         let longest = if devices > 1 { SHORT } else { LONGEST };
-        let (making, long, full) = (Mutex::new(()), Mutex::new(()), AtomicBool::new(false));
-        InlineExecutors { executors, longest, making, long, page_cache, full }
+        InlineExecutors {
+            executors,
+            longest,
+            making: Mutex::default(),
+            large: Default::default(),
+            page_cache,
+            full: false.into(),
+        }
     }
 
     /// A free one for a request of so many bytes in so many parts, if there is one: when no more of
@@ -108,9 +118,14 @@ impl InlineExecutors {
         if bytes > self.longest || parts > PARTS {
             return None;
         }
-        let long = if bytes > SHORT { Some(self.long.try_lock()?) } else { None };
+        let large = if bytes <= SMALL {
+            None
+        } else {
+            let places = if bytes <= SHORT { LARGE_AT_ONCE } else { 1 };
+            Some(self.large[..places].iter().find_map(Mutex::try_lock)?)
+        };
         let executor = self.free(mount, blocks, has_all)?;
-        Some(InlineExecutor { executor, _long: long })
+        Some(InlineExecutor { executor, _large: large })
     }
 
     fn free(&self, mount: &Mount, blocks: Blocks, has_all: impl Fn(&Executor) -> bool) -> Option<MutexGuard<'_, Executor>> {
