@@ -114,6 +114,23 @@ fn flushes_and_durable_writes_reach_the_device_and_plain_writes_cause_none() {
     assert_eq!(caused(write(true)), 1, "a loop device has no FUA: the kernel flushes behind the write");
 }
 
+/// What is beyond them would each have a thread of the kernel that sleeps until one is free.
+#[test]
+fn a_queue_gives_the_kernel_as_many_commands_as_it_has_requests() {
+    let Some(device) = LoopDevice::new() else { return };
+    let requests = device.name.replace("/dev", "/sys/block") + "/queue/nr_requests";
+    let had: u32 = std::fs::read_to_string(&requests).expect("the device has requests").trim().parse().expect("a number");
+    assert_eq!(device.open(OpenMode::ReadOnly).geometry().queue_depth, had.min(256));
+    std::fs::write(&requests, "16").expect("fewer are possible");
+    let device = device.open(OpenMode::ReadWrite);
+    assert_eq!(device.geometry().queue_depth, 16);
+    let io = Io::threaded(device, 1).expect("io");
+    let region = region_with(7, 64 * 4096);
+    let block = |n: usize| region.span(n * 4096..(n + 1) * 4096);
+    io.run((0..64).map(|n| Request::write(n as u64 * 4096, vec![block(n)], false)).collect::<Vec<_>>()).expect("written");
+    assert!(read(&io, 0, 64 * 4096) == vec![7; 64 * 4096]);
+}
+
 #[test]
 fn a_block_device_has_one_user() {
     let Some(device) = LoopDevice::new() else { return };

@@ -80,6 +80,32 @@ fn of_a_volume_of_several_devices_callers_do_short_requests_only() {
     });
 }
 
+/// The pools of more would not stay in the processor's cache.
+#[test]
+fn of_many_callers_two_at_a_time_do_large_requests() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes, _) = sample(&volume, 1);
+        let mount = Mount::open(volume.root()).unwrap();
+        let transfers = Transfers::new(&mount).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let memory = gpu().alloc(MIB as usize).unwrap();
+                    for _ in 0..50 {
+                        // SAFETY: the memory is this thread's.
+                        assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), MIB);
+                    }
+                    assert!(look(&memory) == bytes);
+                });
+            }
+        });
+        let made = mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "ring").unwrap().1;
+        assert!((2..=3).contains(&made), "{made} rings, one of them the library's thread's");
+    });
+}
+
 /// Rings and pools of callers are for speed alone.
 #[test]
 fn callers_who_get_no_ring_are_served_all_the_same() {
