@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme::gpu::{Segment, Transfers};
+use gpunvme::gpu::{Segment, Settings, Transfers};
 use gpunvme::{Error, File, Mount, Ring, Wait};
 use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, from_the_device, mapped, own_stream, take_access};
@@ -88,7 +88,9 @@ fn of_many_callers_two_at_a_time_do_large_requests() {
         let volume = Mounted::new();
         let (file, bytes, _) = sample(&volume, 1);
         let mount = Mount::open(volume.root()).unwrap();
-        let transfers = Transfers::new(&mount).unwrap();
+        let mut settings = Settings::default();
+        settings.callers = 8;
+        let transfers = Transfers::with(&mount, settings).unwrap();
         thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
