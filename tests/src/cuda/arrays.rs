@@ -18,7 +18,9 @@ use zerocopy::IntoBytes;
 
 /// What needs a GPU that runs kernels.
 pub const ARRAY_CHECKS: &[KernelCheck] = &[
-    ("threads get words of an array, hits and misses", words),
+    ("threads get words of an array of short pages, hits and misses", |gpu| words_of(gpu, 4 * MIB, (512, 4), 132)),
+    ("threads get words of an array of pages of a block, hits and misses", |gpu| words_of(gpu, 16 * MIB, (4096, 8), 132)),
+    ("threads get words of an array of long pages, hits and misses", |gpu| words_of(gpu, 16 * MIB, (65536, 4), 132)),
     ("threads of a warp that go different ways get words of an array", diverged),
     ("each page of an array is read once where all have room", each_page_once),
     ("what kernels set is in the file", sets),
@@ -127,25 +129,19 @@ pub fn good(reports: &[Report]) -> u64 {
     reports.iter().map(|report| report.done).sum()
 }
 
-fn words(gpu: Gpu) {
-    words_of(gpu, 16 * MIB, &[(512, 4), (4096, 8), (65536, 4)], 132);
-}
-
-/// Words of a file of `len` bytes, by pages and ways, and so many blocks.
-fn words_of(gpu: Gpu, len: usize, arrays: &[(usize, u32)], blocks: u32) {
+/// Words of a file of `len` bytes, by pages of so many bytes and ways, and so many blocks.
+fn words_of(gpu: Gpu, len: usize, (page, ways): (usize, u32), blocks: u32) {
     let site = Site::new(gpu, len, GpuRingSettings::default());
-    for &(page, ways) in arrays {
-        // Of a cache that holds a quarter, and of one that holds all.
-        for cache in [len / 4, 2 * len] {
-            let array = site.array(GpuArraySettings { page, ways, cache, ..GpuArraySettings::default() });
-            for seed in 1..3 {
-                let done = good(&site.run("get_random", (blocks, 256), &array, &[site.words, 20, seed]));
-                assert_eq!(done, u64::from(blocks) * 256 * 20);
-            }
-            good(&site.run("get_in_order", (64, 128), &array, &[site.words]));
-            let found = array.stats().unwrap();
-            assert!(found.hits > 0 && found.misses >= (site.words * 4).div_ceil(page as u64), "{found:?}");
+    // Of a cache that holds a quarter, and of one that holds all.
+    for cache in [len / 4, 2 * len] {
+        let array = site.array(GpuArraySettings { page, ways, cache, ..GpuArraySettings::default() });
+        for seed in 1..3 {
+            let done = good(&site.run("get_random", (blocks, 256), &array, &[site.words, 20, seed]));
+            assert_eq!(done, u64::from(blocks) * 256 * 20);
         }
+        good(&site.run("get_in_order", (64, 128), &array, &[site.words]));
+        let found = array.stats().unwrap();
+        assert!(found.hits > 0 && found.misses >= (site.words * 4).div_ceil(page as u64), "{found:?}");
     }
 }
 
@@ -219,7 +215,7 @@ fn a_daemon_that_goes(gpu: Gpu) {
         drop((array, ring));
     }
     // Few, so that this ends under a checker of memory, too.
-    words_of(gpu, MIB, &[(4096, 8)], 16);
+    words_of(gpu, MIB, (4096, 8), 16);
 }
 
 fn without_a_compiler(gpu: Gpu) {
