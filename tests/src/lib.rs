@@ -8,6 +8,8 @@
 #![deny(unsafe_code)]
 
 pub mod attack;
+#[allow(unsafe_code)]
+pub mod bare;
 pub mod control_group;
 #[allow(unsafe_code)]
 pub mod cuda;

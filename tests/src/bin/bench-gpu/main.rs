@@ -20,8 +20,6 @@
 #![deny(unsafe_code)]
 
 mod backing;
-#[allow(unsafe_code)]
-mod bare;
 mod run;
 mod table;
 

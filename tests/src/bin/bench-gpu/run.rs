@@ -7,11 +7,11 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use clap::ValueEnum;
-use gpunvme_tests::{mounted::text, programs};
+use gpunvme_tests::{bare, mounted::text, programs};
 use serde::Deserialize;
 
 use crate::backing::Backing;
-use crate::{Arguments, Work, bare};
+use crate::{Arguments, Work};
 
 /// A column of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -158,7 +158,10 @@ impl<'a> Session<'a> {
     /// Operations a second.
     pub fn measure(&mut self) -> Result<f64, Box<dyn Error>> {
         match self {
-            Session::Alone { subject: Subject::Bare, work, backing, time, .. } => bare::measure(&backing.bare, work, *time),
+            Session::Alone { subject: Subject::Bare, work, backing, time, .. } => {
+                let Work { write, size, random, threads, depth } = **work;
+                bare::measure(&[&backing.bare], &bare::Work { write, size, random, threads, depth, len: None }, *time)
+            }
             Session::Alone { subject, work, backing, arguments, time } => {
                 let (file, caching) = match subject {
                     Subject::Hot => (&backing.hot, "prepared"),

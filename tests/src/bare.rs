@@ -10,18 +10,41 @@ use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 
-use crate::Work;
+/// What threads do with each device.
+#[derive(Clone, Copy, Debug)]
+pub struct Work {
+    /// Whether they write.
+    pub write: bool,
+    /// Bytes of an operation.
+    pub size: u64,
+    /// Whether operations are at random places: else one behind the other.
+    pub random: bool,
+    /// Threads of each device.
+    pub threads: usize,
+    /// Operations that each of them has in flight.
+    pub depth: usize,
+    /// Bytes of each device, from its beginning on; none for all.
+    pub len: Option<u64>,
+}
 
-/// Operations a second, with the depth of `work` in flight in each of its threads.
-pub fn measure(path: &Path, work: &Work, time: Duration) -> Result<f64, Box<dyn Error>> {
-    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)?;
-    let len = length(&file)?;
+/// Operations a second, of all these devices or files together.
+///
+/// # Errors
+/// One cannot be opened, or answers less than it was asked for.
+pub fn measure(paths: &[&Path], work: &Work, time: Duration) -> Result<f64, Box<dyn Error>> {
+    let open = |path: &&Path| -> Result<(File, u64), Box<dyn Error>> {
+        let file = OpenOptions::new().read(true).write(work.write).custom_flags(libc::O_DIRECT).open(path)?;
+        let len = length(&file)?;
+        Ok((file, work.len.unwrap_or(len).min(len)))
+    };
+    let files = paths.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     let start = Instant::now();
     let counts: Vec<Result<u64, String>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..work.threads)
-            .map(|number| {
-                let file = &file;
-                scope.spawn(move || one(file, len, work, number as u64, time).map_err(|error| error.to_string()))
+        let threads: Vec<_> = files
+            .iter()
+            .flat_map(|file| (0..work.threads).map(move |number| (file, number)))
+            .map(|((file, len), number)| {
+                scope.spawn(move || one(file, *len, work, number as u64, time).map_err(|error| error.to_string()))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().expect("a thread that does not panic")).collect()
@@ -46,6 +69,9 @@ fn one(file: &File, len: u64, work: &Work, number: u64, time: Duration) -> Resul
     let mut ring = IoUring::new(work.depth.next_power_of_two() as u32)?;
     let blocks = len / work.size;
     let share = blocks / work.threads as u64;
+    if share == 0 {
+        return Err(format!("{len} bytes are too few for {} threads with operations of {} bytes", work.threads, work.size).into());
+    }
     let (mut state, mut position) = (0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(number + 1), 0);
     let mut offset = || {
         if !work.random {
