@@ -106,6 +106,25 @@ mount_volume() {
     as_root "${bin:?}/mount.gpunvme" "$@"
 }
 
+# loop_device FILE LENGTH: makes the file, and a loop device over it, whose name it prints.
+loop_device() {
+    truncate -s "$2" "$1"
+    as_root losetup --find --show --direct-io=on "$1" 2>/dev/null || as_root losetup --find --show "$1"
+}
+
+# striped_device DIR LENGTH DEVICE...: makes a device of that length whose bytes lie on these
+# devices in turns, and prints its name. btrfs, which it mounts on DIR, does so where a kernel
+# stripes no block devices; the device is a loop device over its file, which hands requests on and
+# copies nothing. Needs mkfs.btrfs.
+striped_device() {
+    local dir=$1 len=$2
+    shift 2
+    mkdir -p "$dir"
+    # Neither reads nor writes sum what they move.
+    as_root mkfs.btrfs --quiet --force --data raid0 "$@" >/dev/null 2>&1 &&
+        as_root mount -o "nodatasum$(printf ',device=%s' "$@")" "$1" "$dir" && loop_device "$dir/device" "$len"
+}
+
 # next_version LIST FOLDER: makes of the packages that a file lists the same as a version that
 # follows.
 next_version() {
