@@ -109,18 +109,19 @@ pub fn await_release(device: &str) -> Result<(), ClaimError> {
     })
 }
 
-/// Whether another process may have a device, or one of several, for writing, and does not just let
-/// go of it. Nothing is claimed.
-pub fn may_have_writer(device: &str) -> bool {
-    let may_have = |device: &str| path_of(device).and_then(below::has_writer).unwrap_or(true);
+/// Whether another process has a device, or one of several, for writing, and does not just let go
+/// of it. `None`: they cannot be looked at. Nothing is claimed.
+pub fn has_writer(device: &str) -> Option<bool> {
+    let paths = split_names(device).into_iter().map(path_of).collect::<Option<Vec<_>>>()?;
     let start = Instant::now();
-    while split_names(device).into_iter().any(may_have) {
-        if start.elapsed() > LET_GO_LIMIT {
-            return true;
+    loop {
+        let found = paths.iter().map(|path| below::has_writer(path)).collect::<Option<Vec<_>>>()?;
+        let is_held = found.contains(&true);
+        if !is_held || start.elapsed() > LET_GO_LIMIT {
+            return Some(is_held);
         }
         std::thread::sleep(RELEASE_POLL);
     }
-    false
 }
 
 /// Calls `open` until `device` is not held any more. Nothing is asked of a mount, which may not

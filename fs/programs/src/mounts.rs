@@ -43,6 +43,8 @@ pub struct Mount {
     pub source: OsString,
     /// The user who made it, of a mount of FUSE.
     pub user: Option<u32>,
+    /// The group of that user.
+    pub group: Option<u32>,
 }
 
 impl Mount {
@@ -108,15 +110,19 @@ impl Mount {
         let dir = unescape(fields.nth(1)?);
         let mut fields = fields.skip_while(|field| *field != b"-").skip(1);
         let (fs_type, source) = (fields.next()?, fields.next()?);
-        let mut options = fields.next().unwrap_or_default().split(|byte| *byte == b',');
-        let user = options.find_map(|option| option.strip_prefix(b"user_id="));
+        let options = fields.next().unwrap_or_default();
+        let number = |name: &[u8]| {
+            let number = options.split(|byte| *byte == b',').find_map(|option| option.strip_prefix(name))?;
+            std::str::from_utf8(number).ok()?.parse().ok()
+        };
         Some(Self {
             id,
             dev: rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?),
             dir: dir.into(),
             fs_type: String::from_utf8_lossy(fs_type).into_owned(),
             source: unescape(source),
-            user: user.and_then(|user| std::str::from_utf8(user).ok()?.parse().ok()),
+            user: number(b"user_id="),
+            group: number(b"group_id="),
         })
     }
 }
@@ -189,14 +195,15 @@ mod tests {
 
     #[test]
     fn reads_a_line_with_optional_fields_and_escapes() {
-        let line = br"36 35 98:5 /mnt1 /mnt/my\040data rw,noatime master:1 shared:2 - fuse.gpunvme /img/a\134b rw,user_id=0";
+        let line =
+            br"36 35 98:5 /mnt1 /mnt/my\040data rw,noatime master:1 shared:2 - fuse.gpunvme /img/a\134b rw,user_id=0,group_id=7";
         let mount = Mount::parse(line).unwrap();
         assert_eq!((mount.id, mount.dev), (36, rustix::fs::makedev(98, 5)));
         assert_eq!(mount.dir, PathBuf::from("/mnt/my data"));
         assert_eq!(mount.fs_type, "fuse.gpunvme");
         assert!(mount.is_ours() && !mount.claims_its_device());
         assert_eq!(mount.source, OsString::from(r"/img/a\b"));
-        assert_eq!(mount.user, Some(0));
+        assert_eq!((mount.user, mount.group), (Some(0), Some(7)));
         let plain = Mount::parse(b"22 1 0:20 / /sys nosuid,ro - sysfs sysfs rw").unwrap();
         assert_eq!((&plain.fs_type[..], plain.user), ("sysfs", None));
         assert!(!plain.is_ours());

@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
 use gpunvme_tests::{needs_mount, programs};
 use rustix::process::{Signal, WaitOptions};
 
-use crate::unmounts::{unmount_at, unmount_by_helper, unmount_with};
+use crate::unmounts::{last_word_of, unmount_at, unmount_by_helper, unmount_with};
 
 /// A server of a mount that an ordinary user may have made: it agrees on the protocol, and answers
 /// nothing after that, until it is dropped.
@@ -22,14 +23,14 @@ struct Silent {
 
 impl Silent {
     fn mount(source: &Path) -> Silent {
-        Silent::mount_with(source, "")
+        Silent::mount_with(source, "user_id=4711,group_id=4711")
     }
 
     fn mount_with(source: &Path, options: &str) -> Silent {
         let dir = gpunvme_tests::scratch_dir();
         let mut connection = File::options().read(true).write(true).open("/dev/fuse").unwrap();
         let fd = connection.as_raw_fd();
-        let options = format!("fd={fd},rootmode=40000,user_id=4711,group_id=4711,subtype=gpunvme{options}");
+        let options = format!("fd={fd},rootmode=40000,subtype=gpunvme,{options}");
         let options = std::ffi::CString::new(options).unwrap();
         rustix::mount::mount(source, dir.path(), "fuse", rustix::mount::MountFlags::empty(), options.as_c_str()).unwrap();
         let mut request = vec![0; 1 << 20];
@@ -49,6 +50,9 @@ impl Silent {
         Silent { dir, _connection: connection }
     }
 }
+
+/// Options of a mount that root may enter.
+const OPEN: &str = "user_id=4711,group_id=4711,allow_other";
 
 impl Drop for Silent {
     fn drop(&mut self) {
@@ -114,7 +118,7 @@ fn a_mount_is_not_held_up_by_another_whose_source_does_not_answer() {
     let image = Image::formatted();
     fs::create_dir(image.mount_point()).unwrap();
     // Root may enter it, and then waits.
-    let outer = Silent::mount_with(Path::new("none"), ",allow_other");
+    let outer = Silent::mount_with(Path::new("none"), OPEN);
     let inner = Silent::mount(&outer.dir.path().join("folder/image"));
     let mounted = ended(programs::command("mount.gpunvme").arg(image.path()).arg(image.mount_point()));
     let checked = ended(programs::command("fsck.gpunvme").arg("-n").arg(image.path()));
@@ -145,4 +149,66 @@ fn a_lazy_unmount_asks_nothing_of_a_filesystem_that_does_not_answer() {
     assert_eq!(text(&said), "exit status: 0: ");
     assert!(took < Duration::from_secs(10), "{took:?}");
     outer.unmount();
+}
+
+/// How the helper ends, with these options.
+fn unmount_in_time(options: &[&str], mount_point: &Path) -> String {
+    let begun = Instant::now();
+    let said = unmount_with(options, mount_point);
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}: {}", begun.elapsed(), text(&said));
+    text(&said)
+}
+
+#[test]
+fn an_unmount_opens_no_device_by_the_word_of_a_user() {
+    needs_mount!();
+    let image = Image::formatted();
+    fs::set_permissions(image.path(), fs::Permissions::from_mode(0o600)).unwrap();
+    let silent = Silent::mount(&image.path());
+    let said = unmount_in_time(&[], silent.dir.path());
+    assert!(said.starts_with("exit status: 64: ") && said.contains("permission denied"), "{said}");
+    // Opening a controller takes it away from whoever has it.
+    let silent = Silent::mount(Path::new("vfio:0000:00:01.0"));
+    let said = unmount_in_time(&[], silent.dir.path());
+    assert!(said.starts_with("exit status: 64: "), "{said}");
+    assert!(said.contains("vfio:0000:00:01.0 is opened for its own user alone"), "{said}");
+}
+
+#[test]
+fn an_unmount_asks_a_daemon_nothing_that_its_device_tells() {
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::remove_file(last_word_of(&volume)).unwrap();
+    rustix::process::kill_process(volume.daemon(), Signal::STOP).unwrap();
+    let said = unmount_in_time(&[], &volume.root());
+    let is_gone = !is_mounted(&volume.root());
+    rustix::process::kill_process(volume.daemon(), Signal::CONT).unwrap();
+    assert!(is_gone && said.starts_with("exit status: 64: ") && said.contains("the daemon still has the device"), "{said}");
+    volume.unmount();
+}
+
+#[test]
+fn an_unmount_says_that_a_daemon_does_not_answer() {
+    needs_mount!();
+    let outer = Silent::mount_with(Path::new("none"), OPEN);
+    let inner = Silent::mount_with(&outer.dir.path().join("image"), "user_id=0,group_id=0");
+    let said = unmount_in_time(&[], inner.dir.path());
+    assert!(said.starts_with("exit status: 32: ") && said.contains("its daemon does not answer; `umount -f`"), "{said}");
+    unmount_in_time(&["-l"], inner.dir.path());
+    assert!(!is_mounted(inner.dir.path()));
+
+    let test = "an_unmount_says_that_a_daemon_does_not_answer";
+    let Some(image) = Image::on_block_device(test, 256 << 20) else { return };
+    let mut image = image;
+    for (options, code) in [("-n", 32), ("-l", 0), ("-f", 64)] {
+        let volume = image.mount();
+        rustix::process::kill_process(volume.daemon(), Signal::STOP).unwrap();
+        let said = unmount_in_time(&[options], &volume.root());
+        let stays = is_mounted(&volume.root());
+        rustix::process::kill_process(volume.daemon(), Signal::CONT).unwrap();
+        assert!(said.starts_with(&format!("exit status: {code}: ")), "{options}: {said}");
+        assert_eq!(stays, code == 32, "{options}: {said}");
+        assert_eq!(said.contains("its daemon does not answer; `umount -f`"), code == 32, "{said}");
+        image = volume.unmount();
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -65,7 +65,7 @@ fn an_unmount_that_could_not_write_the_volume_down_says_so() {
 }
 
 /// The file for the last word of a mount's daemon.
-fn last_word_of(volume: &Mounted) -> PathBuf {
+pub fn last_word_of(volume: &Mounted) -> PathBuf {
     let dev = fs::metadata(volume.root()).unwrap().dev();
     PathBuf::from(format!("/run/gpunvme/{}:{}.last-word", rustix::fs::major(dev), rustix::fs::minor(dev)))
 }
@@ -298,4 +298,68 @@ fn an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data()
     let said = unmount_by_helper(volume.image());
     assert_eq!(text(&said), "exit status: 0: ");
     volume.abandon();
+}
+
+#[test]
+fn an_unmount_that_cuts_off_says_where_it_does_no_more() {
+    needs_mount!();
+    let mut volume = Mounted::new();
+    for is_frozen in [false, true] {
+        // In a process of its own: what other tests start has the files of this one.
+        let file = File::create(volume.path("file")).unwrap();
+        let mut user = Command::new("sleep").arg("1000").stdin(file).spawn().unwrap();
+        if is_frozen {
+            rustix::process::kill_process(volume.daemon(), Signal::STOP).unwrap();
+        }
+        let said = text(&unmount_with(&["-f"], &volume.root()));
+        let stays = is_mounted(&volume.root());
+        rustix::process::kill_process(volume.daemon(), Signal::CONT).unwrap();
+        user.kill().unwrap();
+        user.wait().unwrap();
+        assert_eq!(stays, is_frozen, "a daemon takes its mount away: {said}");
+        match is_frozen {
+            false => assert_eq!(said, "exit status: 0: "),
+            true => assert!(said.contains("cut off, and still mounted, since files are open there; `umount -l`"), "{said}"),
+        }
+        let until = Instant::now() + Duration::from_secs(20);
+        while is_mounted(&volume.root()) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        volume = volume.remount();
+    }
+    volume.unmount();
+}
+
+/// A user's mount is unmounted by fusermount3, for which there is a stand-in here.
+#[test]
+fn a_user_s_unmount_is_told_as_it_ended() {
+    needs_mount!();
+    let image = Image::formatted_with(64 << 20);
+    let folder = image.path().parent().unwrap().to_owned();
+    for path in [&folder, &image.path()] {
+        std::os::unix::fs::chown(path, Some(4711), Some(4711)).unwrap();
+    }
+    let user = ["setpriv", "--reuid=4711", "--regid=4711", "--clear-groups"];
+    let rights = ["--inh-caps=+sys_admin", "--ambient-caps=+sys_admin"];
+    let volume = image.mount_by(&[&user[..], &rights].concat());
+    let helper = folder.join("umount.fuse.gpunvme");
+    symlink(programs::path("mount.gpunvme"), &helper).unwrap();
+    let unmount = || {
+        let mut command = Command::new(user[0]);
+        command.args(&user[1..]).args(["env", "--ignore-signal=CHLD"]).arg(&helper).arg(volume.root());
+        // Without PATH it would be that of the system.
+        text(&command.env("PATH", format!("{}:/usr/bin:/bin", folder.display())).output().unwrap())
+    };
+    if !Command::new("which").arg("fusermount3").output().unwrap().status.success() {
+        let said = unmount();
+        let why = "takes fusermount3, of the package fuse3, which could not be started: No such file or directory";
+        assert!(said.starts_with("exit status: 32: ") && said.contains(why), "{said}");
+    }
+    let umount = folder.join("umount");
+    fs::copy("/usr/bin/umount", &umount).unwrap();
+    fs::set_permissions(&umount, fs::Permissions::from_mode(0o4755)).unwrap();
+    fs::write(folder.join("fusermount3"), format!("#!/bin/sh\nexec {} -i \"$4\"\n", umount.display())).unwrap();
+    fs::set_permissions(folder.join("fusermount3"), fs::Permissions::from_mode(0o755)).unwrap();
+    assert_eq!(unmount(), "exit status: 0: ");
+    volume.unmount();
 }

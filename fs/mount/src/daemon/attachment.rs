@@ -173,7 +173,8 @@ fn mount_by_helper(request: &Request) -> Result<OwnedFd, AttachError> {
     let connection = receive_descriptor(&ours);
     let mut message = String::new();
     child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut message)).transpose()?;
-    child.wait()?;
+    // What came over the socket tells how it ended.
+    let _ = child.wait();
     connection?.ok_or_else(|| AttachError::Helper(message.trim().to_owned()))
 }
 
@@ -251,7 +252,7 @@ impl Attachment {
         if !self.is_in_place() {
             return Err(Errno::INVAL);
         }
-        unmount::release(&self.dir, flags | UnmountFlags::NOFOLLOW, true)
+        unmount::release(&self.dir, flags | UnmountFlags::NOFOLLOW, true).map_err(|error| error.errno())
     }
 
     /// Writes down what is dirty in shared mappings, if it is in place.

@@ -7,34 +7,39 @@
 //! It is forked, and executes nothing: in another mount namespace every program is that namespace's
 //! owner's, and a daemon's capabilities end where it executes one.
 
-use std::ffi::{CString, OsStr};
-use std::io::{PipeReader, Read};
+use std::ffi::CString;
+use std::io::{self, PipeReader, Read};
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use gpunvme_blockdev::OpenMode;
-use gpunvme_programs::claim::{ClaimError, await_release, may_have_writer};
+use gpunvme_blockdev::{OpenMode, path_of, split_names};
+use gpunvme_programs::claim::{ClaimError, await_release, has_writer};
 use gpunvme_programs::members;
 use gpunvme_programs::mounts::{self, Mount};
-use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, fork};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, fork};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::process::{Gid, Uid, geteuid};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
 /// How long the daemon of a mount that lives may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// How long a child that has answered may take to end.
+const END_LIMIT: Duration = Duration::from_millis(100);
 const YES: &[u8] = b"yes";
 const NO: &[u8] = b"no";
 const MOUNTED: &[u8] = b"mounted";
 /// What is behind an answer.
 const END: u8 = 0;
 
-/// What is asked of a device. To be asked by a process of one thread.
+/// What is asked of the devices that a mount has as its source. To be asked by a process of one
+/// thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Question {
-    /// Whether a program may write to it.
+    /// Whether a program has it for writing.
     HasWriter,
     /// Whether its daemon has let go of it, which is waited for.
     IsReleased,
@@ -42,7 +47,7 @@ pub enum Question {
     IsClean,
 }
 
-/// What a device's daemon, or its volume, turned out to be.
+/// What a mount's daemon, its device, or the volume turned out to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Found {
     /// As was asked.
@@ -57,19 +62,31 @@ pub enum Found {
 
 impl Question {
     /// The answer; `None` where there is none within `limit`.
-    pub fn ask(self, of: &OsStr, limit: Duration) -> Option<Found> {
-        let device = of.to_string_lossy();
-        let answer = apart(limit, |answer| {
-            let found = self.answer(&device);
+    ///
+    /// A user may have given any source to a mount. So of another user's mount it is asked with no
+    /// more rights than that user has, and not of a controller, which opening takes away.
+    pub fn ask(self, of: &Mount, limit: Duration) -> Option<Found> {
+        let device = of.source.to_string_lossy();
+        let user = of.user.filter(|user| *user != geteuid().as_raw());
+        if user.is_some() && split_names(&device).into_iter().any(|name| path_of(name).is_none()) {
+            return Some(Found::Unknown(format!("{device} is opened for its own user alone")));
+        }
+        found(apart(limit, |answer| {
+            let rights = user.map_or(Ok(()), |user| take_rights(user, of.group.unwrap_or(user)));
+            let found = match rights {
+                Ok(()) => self.answer(&device),
+                Err(errno) => Found::Unknown(format!("{device}: the rights of its user cannot be had: {errno}")),
+            };
             answer(&found.bytes());
-        });
-        answer.map(|bytes| Found::parse(&bytes))
+        }))
     }
 
     fn answer(self, device: &str) -> Found {
         let yes = |is: bool| if is { Found::Yes } else { Found::No };
         match self {
-            Question::HasWriter => yes(may_have_writer(device)),
+            Question::HasWriter => {
+                has_writer(device).map_or_else(|| Found::Unknown(format!("{device} cannot be looked at")), yes)
+            }
             Question::IsReleased => match await_release(device) {
                 Ok(()) => Found::Yes,
                 // It went on from what there was.
@@ -106,50 +123,74 @@ impl Found {
     }
 }
 
-/// Whether the daemon of a mount has gone without unmounting it. One that was stopped has not;
-/// while that one does not answer, umount(8) finds its mount in use.
-pub fn is_dead(mount: &Mount) -> bool {
-    let Ok(dir) = CString::new(mount.dir.as_os_str().as_bytes()) else { return false };
+/// Whether the daemon of a mount has gone without unmounting it; `None` where it does not answer,
+/// as one that was stopped. While that one does not, umount(8) finds its mount in use.
+pub fn is_dead(mount: &Mount) -> Option<Found> {
+    let dir = CString::new(mount.dir.as_os_str().as_bytes()).ok()?;
     // By system calls alone: this process may have further threads.
-    let answer = apart(ANSWER_LIMIT, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO }));
-    answer.is_some_and(|answer| answer == YES)
+    found(apart(ANSWER_LIMIT, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO })))
+}
+
+fn found(answer: io::Result<Option<Vec<u8>>>) -> Option<Found> {
+    match answer {
+        Ok(answer) => answer.map(|bytes| Found::parse(&bytes)),
+        Err(error) => Some(Found::Unknown(format!("no process can be had that would ask: {error}"))),
+    }
+}
+
+/// Gives this process the rights of a user, and no other, for good.
+fn take_rights(user: u32, group: u32) -> rustix::io::Result<()> {
+    let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
+    set_thread_groups(&[])?;
+    set_thread_res_gid(group, group, group)?;
+    set_thread_res_uid(user, user, user)
 }
 
 /// What `ask` passes to the function that it is given, in a child; `None` where there is nothing
 /// within `limit`. Where this process has several threads, `ask` makes nothing but system calls.
+///
+/// # Errors
+/// The system has no pipe or no process to give.
 #[allow(unsafe_code)]
-fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> Option<Vec<u8>> {
-    let (reader, writer) = std::io::pipe().ok()?;
+fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> io::Result<Option<Vec<u8>>> {
+    let (reader, writer) = io::pipe()?;
     // SAFETY: the child makes system calls alone until `ask`, which is as this function demands of
     // it: so nothing is used that another thread may have left in the middle of something.
-    match unsafe { fork() }.ok()? {
+    match unsafe { fork() }? {
         ForkResult::Parent { child } => {
             drop(writer);
-            // It has begun the process that asks, and ended.
-            let _ = waitpid(child, None);
-            read_answer(reader, limit)
+            let answer = read_answer(reader, limit);
+            // One that waits still is left to itself.
+            reap(child, if answer.is_some() { END_LIMIT } else { Duration::ZERO });
+            Ok(answer)
         }
         ForkResult::Child => {
-            // SAFETY: as above. The second child has no parent that would have to wait for it.
-            if matches!(unsafe { fork() }, Ok(ForkResult::Child)) {
-                // What it holds could not be had by others for as long as it waits: files, locks,
-                // the pipe behind standard output, the working directory.
-                let has_answer = rustix::stdio::dup2_stdin(&writer).is_ok() && rustix::process::chdir("/").is_ok();
-                // SAFETY: what this process has open is not used again but by number 0.
-                unsafe { libc::close_range(1, libc::c_uint::MAX, 0) };
-                let answer = |bytes: &[u8]| {
-                    // SAFETY: it is the pipe.
-                    let pipe = unsafe { std::os::fd::BorrowedFd::borrow_raw(0) };
-                    // The process that asked may have gone.
-                    let _ = rustix::io::write(pipe, bytes).and_then(|_| rustix::io::write(pipe, &[END]));
-                };
-                if has_answer {
-                    let _ = catch_unwind(AssertUnwindSafe(|| ask(&answer)));
-                }
+            // What it holds could not be had by others for as long as it waits: files, locks, the
+            // pipe behind standard output, the working directory.
+            let has_answer = rustix::stdio::dup2_stdin(&writer).is_ok() && rustix::process::chdir("/").is_ok();
+            // SAFETY: what this process has open is not used again but by number 0.
+            unsafe { libc::close_range(1, libc::c_uint::MAX, 0) };
+            let answer = |bytes: &[u8]| {
+                // SAFETY: it is the pipe.
+                let pipe = unsafe { std::os::fd::BorrowedFd::borrow_raw(0) };
+                // The process that asked may have gone.
+                let _ = rustix::io::write(pipe, bytes).and_then(|_| rustix::io::write(pipe, &[END]));
+            };
+            if has_answer {
+                let _ = catch_unwind(AssertUnwindSafe(|| ask(&answer)));
             }
             // SAFETY: it ends this process, of which nothing else is left to do.
             unsafe { libc::_exit(0) }
         }
+    }
+}
+
+/// Takes note of a child's end, if that comes within `limit`: not every machine or container has
+/// somebody who does it later.
+fn reap(child: Pid, limit: Duration) {
+    let until = Instant::now() + limit;
+    while matches!(waitpid(child, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive)) && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -187,13 +228,13 @@ mod tests {
 
     #[test]
     fn a_child_answers_or_is_left_to_itself() {
-        assert_eq!(apart(Duration::from_secs(60), |answer| answer(b"7")), Some(b"7".to_vec()));
-        assert_eq!(apart(Duration::from_secs(60), |_| ()), None);
+        assert_eq!(apart(Duration::from_secs(60), |answer| answer(b"7")).unwrap(), Some(b"7".to_vec()));
+        assert_eq!(apart(Duration::from_secs(60), |_| ()).unwrap(), None);
         let begun = Instant::now();
         let silent = apart(Duration::from_millis(50), |_| {
             let _ = rustix::thread::nanosleep(&Timespec { tv_sec: 5, tv_nsec: 0 });
         });
-        assert_eq!(silent, None);
+        assert_eq!(silent.unwrap(), None);
         assert!(begun.elapsed() < Duration::from_secs(4));
     }
 }

@@ -13,9 +13,10 @@ use super::error::MountError;
 use super::last_word::LastWord;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
+use super::question::{self, Found};
 use super::settings::Transport;
 use super::superblock::{self, Superblock, Unclaimed};
-use super::{filter, mount_point, privileges, question, readahead, release_dead_mounts};
+use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
 use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
 use gpunvme_engine::error::FsError;
@@ -66,7 +67,10 @@ impl std::fmt::Debug for Devices {
 pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>) -> Result<(), MountError> {
     let settings = &options.settings;
     let (device, superblock) = claim(options)?;
-    device.member_names().into_iter().for_each(|name| release_dead_mounts(name, question::is_dead));
+    device
+        .member_names()
+        .into_iter()
+        .for_each(|name| release_dead_mounts(name, |mount| question::is_dead(mount) == Some(Found::Yes)));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;

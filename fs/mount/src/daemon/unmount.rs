@@ -4,7 +4,6 @@
 //! umount(8) calls it, where it is installed. Without it umount(8) unmounts just as well, but
 //! returns a moment before the volume is clean, since the kernel does not wait for FUSE daemons.
 
-use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -33,6 +32,10 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// What is said of a volume that the daemon did not write down.
 const LOST: &str = "the volume could not be written down: what was not synced before is lost; \
                     journalctl -t mount.gpunvme says why, and the next mount recovers the rest";
+
+/// What is said of a mount whose daemon was asked and does not answer, which has it in use.
+const SILENT: &str = "its daemon does not answer; `umount -f` cuts off what is open there, `umount -l` only takes the \
+                      mount out of the tree";
 
 /// Why a daemon was not waited for to its end.
 const STILL_BUSY: &str = "the daemon still has the device: mounted in another namespace too, or a slow device";
@@ -87,23 +90,30 @@ impl Arguments {
         flags.set(UnmountFlags::FORCE, self.force);
         // In another namespace `fusermount3` would be a program of that namespace's owner.
         let by_helper = self.namespace.is_none();
-        let detach = || release(&mount.dir, flags, by_helper).map_err(|error| self.failed(&why_not(error, mount)));
+        let detach = || release(&mount.dir, flags, by_helper);
+        let why_not = |error: ReleaseError| self.failed(&error.of(mount, self.force));
+        // umount(2) waits for the daemon of such a mount. It does not as long as a question has no
+        // answer: that uses the mount.
+        let is_silent = mount.claims_its_device() && !self.force && is_dead(mount).is_none();
         if self.lazy {
-            // Nothing is waited for, so nothing is looked at: its filesystem may not answer.
-            return detach();
+            // Nothing is waited for, so nothing else is looked at.
+            return detach().map_err(why_not);
         }
-        let source = mount.source.as_os_str();
-        let last_word = Awaited::of(mount.dev, source);
-        let may_lose = last_word.is_some() || may_lose(mount);
-        if let Err(busy) = detach() {
-            // What is open was cut off all the same, and its daemon ends.
-            if let Some(word) = last_word.as_ref().filter(|_| self.force) {
+        if is_silent {
+            return Err(self.failed(&SILENT));
+        }
+        let last_word = Awaited::of(mount.dev, mount.source.as_os_str());
+        let may_lose = last_word.is_some() || may_lose(mount, self.force).ok_or_else(|| self.failed(&SILENT))?;
+        if let Err(error) = detach() {
+            let is_cut_off = self.force && error.errno() == Errno::BUSY;
+            // A daemon that was cut off takes its mount away in the end.
+            if let Some(word) = last_word.as_ref().filter(|_| is_cut_off) {
                 word.wait(WORD_LIMIT);
-                if word.is_clean() == Some(false) {
-                    return Err(self.failed(&format_args!("not unmounted, and {LOST}")));
-                }
             }
-            return Err(busy);
+            if !is_cut_off || !is_gone(mount) {
+                let is_lost = last_word.as_ref().and_then(Awaited::is_clean) == Some(false);
+                return Err(if is_lost { self.failed(&format_args!("not unmounted, and {LOST}")) } else { why_not(error) });
+            }
         }
         let is_said = |word: &Awaited| word.is_clean().is_some();
         if !self.force && stays(others) && !last_word.as_ref().is_some_and(is_said) {
@@ -116,10 +126,10 @@ impl Arguments {
             Some(word) if word.has_speaker() => Err(STILL_BUSY.to_owned()),
             word => {
                 // Having the device, if only for a moment, means that its daemon is done.
-                let released = Question::IsReleased.ask(source, ANSWER_LIMIT);
+                let released = Question::IsReleased.ask(mount, ANSWER_LIMIT);
                 match word.as_ref().and_then(Awaited::is_clean) {
                     Some(is_clean) => Ok(is_clean),
-                    None if may_lose => look(source, released),
+                    None if may_lose => look(mount, released),
                     None => Ok(true),
                 }
             }
@@ -142,17 +152,24 @@ fn uppermost(dir: &Path) -> io::Result<Mount> {
     Mount::all()?.into_iter().find(|mount| mount.dir == dir && is_at_its_place(mount)).ok_or_else(missing)
 }
 
-/// Whether a daemon that says nothing may lose data. One that is gone has left the volume as it
-/// was, and one that only reads has nothing to lose: neither has its device open for writing.
+/// Whether a daemon that says nothing may lose data; `None` where it does not answer. One that is
+/// gone has left the volume as it was, and one that only reads has nothing to lose: neither has its
+/// device open for writing.
 ///
 /// Nothing is asked of another user's server: as long as it does not answer, the question itself
-/// would have its mount in use.
-fn may_lose(mount: &Mount) -> bool {
+/// would have its mount in use. So a daemon is asked only where its device does not tell, and not
+/// where it is cut off.
+fn may_lose(mount: &Mount, force: bool) -> Option<bool> {
     let here = rustix::process::geteuid().as_raw();
     if mount.user.is_some_and(|user| user != here) {
-        return true;
+        return Some(true);
     }
-    Question::HasWriter.ask(&mount.source, GLANCE_LIMIT) != Some(Found::No) && !is_dead(mount)
+    match Question::HasWriter.ask(mount, GLANCE_LIMIT) {
+        Some(Found::Yes) => Some(true),
+        Some(Found::No) => Some(false),
+        _ if force => Some(true),
+        _ => is_dead(mount).map(|dead| dead != Found::Yes),
+    }
 }
 
 /// Where else a mount's filesystem is mounted.
@@ -170,6 +187,10 @@ fn stays(others: &[Mount]) -> bool {
 /// anew.
 fn is_among(mount: &Mount, mounts: &[Mount]) -> bool {
     mounts.iter().any(|listed| listed.id == mount.id)
+}
+
+fn is_gone(mount: &Mount) -> bool {
+    Mount::all().is_ok_and(|mounts| !is_among(mount, &mounts))
 }
 
 /// A mount that is gone leaves no entry for umount(8), which removes those only of mounts that it
@@ -190,46 +211,80 @@ fn change_entries(mount: &Mount, others: &[Mount]) {
 
 /// Whether a volume was left with nothing in its journal, which this program can see for itself
 /// where it has its devices. The error says why it cannot.
-fn look(source: &OsStr, released: Option<Found>) -> Result<bool, String> {
-    let silent = || format!("{} does not answer", source.to_string_lossy());
+fn look(mount: &Mount, released: Option<Found>) -> Result<bool, String> {
+    let silent = || format!("{} does not answer", mount.source.to_string_lossy());
     match released.ok_or_else(silent)? {
         Found::Mounted => Ok(true),
         Found::No => Err(STILL_BUSY.to_owned()),
         Found::Unknown(why) => Err(why),
-        Found::Yes => match Question::IsClean.ask(source, ANSWER_LIMIT).ok_or_else(silent)? {
+        Found::Yes => match Question::IsClean.ask(mount, ANSWER_LIMIT).ok_or_else(silent)? {
             Found::Unknown(why) => Err(why),
             found => Ok(found == Found::Yes),
         },
     }
 }
 
-/// Why a mount is not to be unmounted by this user.
-fn why_not(errno: Errno, mount: &Mount) -> String {
-    let here = rustix::process::getuid().as_raw();
-    match mount.user {
-        Some(user) if errno == Errno::PERM || (errno == Errno::BUSY && here != 0 && user != here) => {
-            format!("mounted by the user {user}: they or root may unmount it")
+/// Why a mount was not unmounted.
+#[derive(Debug)]
+pub(super) enum ReleaseError {
+    /// umount(2) refused.
+    System(Errno),
+    /// fusermount3 refused: it is in use, or another user's.
+    Helper,
+    /// fusermount3 could not be started.
+    NoHelper(io::Error),
+}
+
+impl ReleaseError {
+    /// As umount(2) would have it.
+    pub(super) fn errno(&self) -> Errno {
+        match self {
+            ReleaseError::System(errno) => *errno,
+            ReleaseError::Helper => Errno::BUSY,
+            ReleaseError::NoHelper(_) => Errno::PERM,
         }
-        _ => errno.to_string(),
+    }
+
+    /// Why this user's unmounting of a mount came to nothing.
+    fn of(&self, mount: &Mount, force: bool) -> String {
+        let here = rustix::process::getuid().as_raw();
+        match (self, mount.user) {
+            (ReleaseError::System(Errno::PERM), Some(user)) => {
+                format!("mounted by the user {user}: they or root may unmount it")
+            }
+            (ReleaseError::Helper | ReleaseError::NoHelper(_), Some(user)) if here != 0 && user != here => {
+                format!("mounted by the user {user}: they or root may unmount it")
+            }
+            (ReleaseError::NoHelper(error), _) => {
+                format!("this takes fusermount3, of the package fuse3, which could not be started: {error}")
+            }
+            (ReleaseError::System(Errno::BUSY), _) if force => {
+                "cut off, and still mounted, since files are open there; `umount -l` takes it away".to_owned()
+            }
+            (error, _) => error.errno().to_string(),
+        }
     }
 }
 
 /// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, if it may; it knows no
 /// other flag than [`UnmountFlags::DETACH`].
-pub(super) fn release(dir: &Path, flags: UnmountFlags, by_helper: bool) -> rustix::io::Result<()> {
+pub(super) fn release(dir: &Path, flags: UnmountFlags, by_helper: bool) -> Result<(), ReleaseError> {
     match unmount(dir, flags) {
         Err(Errno::PERM) if by_helper => {
+            let mounted = Mount::on(dir);
             let mut helper = Command::new("fusermount3");
             helper.args(["-u", "-q"]);
             if flags.contains(UnmountFlags::DETACH) {
                 helper.arg("-z");
             }
-            match helper.arg("--").arg(dir).status() {
-                Ok(status) if status.success() => Ok(()),
-                Ok(_) => Err(Errno::BUSY),
-                Err(_) => Err(Errno::PERM),
+            let mut child = helper.arg("--").arg(dir).spawn().map_err(ReleaseError::NoHelper)?;
+            // Who waited for it before this process did has its word; the mount table has it too.
+            let is_gone = || mounted.is_ok_and(|mount| is_gone(&mount));
+            match child.wait().map_or_else(|_| is_gone(), |status| status.success()) {
+                true => Ok(()),
+                false => Err(ReleaseError::Helper),
             }
         }
-        result => result,
+        result => result.map_err(ReleaseError::System),
     }
 }
