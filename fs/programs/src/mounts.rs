@@ -91,8 +91,8 @@ impl Mount {
     }
 
     /// The mounts of `device`: those of a filesystem in the kernel that has it open, and ours that
-    /// name it as their source. Another file may have had that name when they were made. No mount and
-    /// no source of one is asked for anything.
+    /// name it as their source. Another file may have had that name when they were made. No mount
+    /// and no source of one is asked for anything.
     ///
     /// # Errors
     /// If `/proc` is not there to ask.
