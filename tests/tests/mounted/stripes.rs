@@ -18,7 +18,7 @@ use gpunvme_tests::{needs_mount, programs, scratch_dir, tree};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
-const UNIT: u64 = 256 << 10;
+const UNIT: u64 = 128 << 10;
 
 fn run(program: &str, arguments: &[&str]) -> Output {
     programs::command(program).args(arguments).output().unwrap()
