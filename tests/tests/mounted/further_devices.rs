@@ -104,7 +104,7 @@ fn a_volume_takes_further_devices_while_it_is_used() {
     let info = mount.info().unwrap();
     assert_eq!((info.devices, info.sets), (5, 3));
     let said = succeeds(run("gpunvme", &["info", name(&root)]));
-    assert!(said.contains("over 5 devices in 3 sets, in units of 256.0 KiB"), "{said}");
+    assert!(said.contains("over 5 devices in 3 sets, in units of 128.0 KiB"), "{said}");
 
     // By rings, at places on all of them; and where RESOLVE says.
     let file = attach(&ring, volume.path("largest"));

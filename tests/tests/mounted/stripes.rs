@@ -124,7 +124,7 @@ fn resolve_names_the_member_and_the_place_on_it() {
     // Each device has logical blocks of its own.
     assert!(map["extents"][0]["lba"].is_null() && map["extents"][0]["device_offset"].is_u64(), "{map}");
     let said = succeeds(run("gpunvme", &["info", name(&volume.root())]));
-    assert!(said.contains("over 3 devices, in units of 256.0 KiB"), "{said}");
+    assert!(said.contains("over 3 devices, in units of 128.0 KiB"), "{said}");
 }
 
 #[test]
