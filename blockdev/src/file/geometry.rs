@@ -165,9 +165,10 @@ impl Sysfs {
         self.device(&format!("queue/{attribute}")).or_else(|| self.device(&format!("../queue/{attribute}")))
     }
 
-    /// How many requests the kernel keeps for the disk at once. Each command beyond them would get
-    /// a thread of the kernel that sleeps until one is free. None where a driver takes commands
-    /// without requests (device mapper, MD), of which sysfs tells the same number nevertheless.
+    /// How many requests the kernel has for one hardware queue of the disk. Each command beyond
+    /// them would get a thread of the kernel that sleeps until one is free. None where a driver
+    /// takes commands without requests (device mapper, MD), of which sysfs tells the same number
+    /// nevertheless.
     fn requests(&self) -> Option<u32> {
         let has_requests = ["mq", "../mq"].iter().any(|folder| self.0.join(folder).is_dir());
         if has_requests { self.queue("nr_requests")?.parse().ok() } else { None }

@@ -4,7 +4,7 @@
 
 use super::count::Counted;
 use super::deferred_drop::{DeferredDrop, Held};
-use super::groups::{Amount, Member};
+use super::groups::{Amount, Limits, Member};
 use super::readers::Reader;
 use super::thread::ServingThread;
 use super::wakes::Wake;
@@ -156,18 +156,22 @@ impl Ring {
         Ok(self.memory.entries().saturating_sub(in_flight.saturating_add(unread)))
     }
 
-    /// Takes the next submissions, at most `most` of them and no more than there is `room` for, to
+    /// Takes the next submissions, at most `most` of them and no more than the limits leave, to
     /// `into`. Only where [`Ring::ready`] said that there are so many.
-    pub fn take(&self, most: u32, room: Amount, into: &mut Vec<Submission>) {
+    pub fn take(&self, most: u32, limits: &Limits, into: &mut Vec<Submission>) {
         let mut head = self.head.load(Ordering::Relaxed);
         let mut taken = Amount::default();
-        while taken.transfers < most.min(room.transfers) && taken.bytes < room.bytes {
+        let (transfers, bytes) = self.load();
+        let left = limits.ring.less(transfers, bytes);
+        let reserved = self.member.reserve(limits, most.min(left.transfers));
+        while taken.transfers < reserved.transfers && taken.bytes < reserved.bytes.min(left.bytes) {
             let submission = self.memory.submission(head);
             head = head.wrapping_add(1);
             taken.transfers += 1;
             taken.bytes += weight(submission.len);
             into.push(submission);
         }
+        self.member.begin(reserved.transfers, taken);
         if taken.transfers == 0 {
             return;
         }
@@ -175,7 +179,6 @@ impl Ring {
         self.memory.store(Word::SubmissionHead, head);
         self.bytes.fetch_add(taken.bytes, Ordering::AcqRel);
         self.in_flight.fetch_add(taken.transfers, Ordering::AcqRel);
-        self.member.begin(taken);
     }
 
     /// Submissions in flight, and the bytes they are about.

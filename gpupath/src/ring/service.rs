@@ -234,7 +234,7 @@ impl Service {
     /// Returns how many.
     fn take_of(&self, ring: &Arc<Ring>, most: u32, work: &mut Work<'_>) -> u32 {
         let Work { queue, plain, submissions } = work;
-        ring.take(most, self.shares.room(ring), submissions);
+        ring.take(most, &self.shares.limits(ring), submissions);
         let taken = submissions.len() as u32;
         let are_taken = plain.are_taken(queue);
         let mut turn = Turn::default();

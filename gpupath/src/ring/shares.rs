@@ -7,7 +7,7 @@
 //! other while it is. A user whose work reaches the device another way than by rings has a share
 //! too, which stays free: with less in flight ahead of it, that work waits less.
 
-use super::groups::{Amount, Group, Member};
+use super::groups::{Amount, Group, Limits, Member};
 use super::queue_pair::Ring;
 use parking_lot::Mutex;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -145,17 +145,15 @@ impl Shares {
         self.processes.store(processes.len() as u32, Ordering::Relaxed);
     }
 
-    /// How much more of a ring may begin: a transfer may as long as there is room for a transfer
-    /// and a byte.
-    pub fn room(&self, ring: &Ring) -> Amount {
+    /// What a ring may have in flight, with all others of its process and its user: a transfer may
+    /// begin as long as there is room for a transfer and a byte.
+    pub fn limits(&self, ring: &Ring) -> Limits {
         let Member { user, process } = &ring.member;
         let busy = self.processes.load(Ordering::Relaxed) + self.others.load(Ordering::Relaxed);
         let all = if busy > 1 { TOGETHER } else { ALONE };
         let of_user = all.divided(self.users.load(Ordering::Relaxed));
         let of_process = user.divide(of_user);
-        let of_ring = process.divide(of_process);
-        let (transfers, bytes) = ring.load();
-        user.room(of_user).min(process.room(of_process)).min(of_ring.less(transfers, bytes))
+        Limits { user: of_user, process: of_process, ring: process.divide(of_process) }
     }
 }
 

@@ -122,7 +122,8 @@ impl InlineExecutors {
             None
         } else {
             let places = if bytes <= SHORT { LARGE_AT_ONCE } else { 1 };
-            Some(self.large[..places].iter().find_map(Mutex::try_lock)?)
+            // From the last on: the first is left to a longer one.
+            Some(self.large[..places].iter().rev().find_map(Mutex::try_lock)?)
         };
         let executor = self.free(mount, blocks, has_all)?;
         Some(InlineExecutor { executor, _large: large })

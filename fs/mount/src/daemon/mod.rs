@@ -199,14 +199,17 @@ fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
 
 /// Releases those mounts of `device` of which `is_dead` says that no daemon will come back to them:
 /// they answer every access with an error. That they name it is not enough: it may be another file
-/// by now, with a daemon that lives. After [`RELEASE_LIMIT`] no further one is looked at: users may
-/// have made any number that do not answer.
+/// by now, with a daemon that lives. After [`RELEASE_LIMIT`] no further one is looked at: other
+/// users, whose come last, may have made any number that do not answer.
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
     let until = Instant::now() + RELEASE_LIMIT;
     // Whether it is at its place is asked last: another mount may take it meanwhile.
     let is_dead =
         |mount: &Mount| mount.is_ours() && Instant::now() < until && is_dead(mount) && attachment::is_at_its_place(mount);
-    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
+    let mut mounts = Mount::all_of(device).unwrap_or_default();
+    mounts.reverse();
+    mounts.sort_by_key(|mount| mount.user != Some(rustix::process::geteuid().as_raw()));
+    for mount in mounts.into_iter().filter(is_dead) {
         match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
             Err(Errno::PERM) => {}

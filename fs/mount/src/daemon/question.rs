@@ -1,15 +1,15 @@
 //! Questions about mounts and devices that may never be answered, put by a process of its own.
 //!
 //! A thread that waits for a FUSE server, which any user may write, cannot be ended. It holds what
-//! its process has open, and the process itself is not gone before it. So a child asks, which has
-//! nothing open but its answer, and is left to itself where it gets none.
+//! its process has open, and the process itself is not gone before it. So a child asks, which has no
+//! descriptor but that of its answer, and is left to itself where it gets none.
 //!
 //! It is forked, and executes nothing: in another mount namespace every program is that namespace's
 //! owner's, and a daemon's capabilities end where it executes one.
 
 use std::ffi::CString;
 use std::io::{self, PipeReader, Read};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -19,14 +19,15 @@ use gpunvme_programs::claim::{ClaimError, await_release, has_writer};
 use gpunvme_programs::members;
 use gpunvme_programs::mounts::{self, Mount};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, fork};
+use nix::unistd::{ForkResult, Pid, fork, getgrouplist};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Gid, Uid, geteuid};
-use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, set_capabilities, set_thread_groups, set_thread_res_gid, set_thread_res_uid,
+};
 
-/// How long the daemon of a mount that lives may take to answer.
-const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// How long a child that has answered may take to end.
 const END_LIMIT: Duration = Duration::from_millis(100);
 const YES: &[u8] = b"yes";
@@ -118,17 +119,21 @@ impl Found {
             YES => Found::Yes,
             NO => Found::No,
             MOUNTED => Found::Mounted,
-            _ => Found::Unknown(String::from_utf8_lossy(bytes).trim_start().to_owned()),
+            // What a user named is in it: nothing of that steers a terminal.
+            _ => {
+                let why = String::from_utf8_lossy(bytes);
+                Found::Unknown(why.trim_start().replace(char::is_control, " "))
+            }
         }
     }
 }
 
-/// Whether the daemon of a mount has gone without unmounting it; `None` where it does not answer,
-/// as one that was stopped. While that one does not, umount(8) finds its mount in use.
-pub fn is_dead(mount: &Mount) -> Option<Found> {
+/// Whether the daemon of a mount has gone without unmounting it; `None` where it does not answer
+/// within `limit`, as one that was stopped. While that one does not, umount(8) finds its mount in use.
+pub fn is_dead(mount: &Mount, limit: Duration) -> Option<Found> {
     let dir = CString::new(mount.dir.as_os_str().as_bytes()).ok()?;
     // By system calls alone: this process may have further threads.
-    found(apart(ANSWER_LIMIT, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO })))
+    found(apart(limit, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO })))
 }
 
 fn found(answer: io::Result<Option<Vec<u8>>>) -> Option<Found> {
@@ -138,12 +143,20 @@ fn found(answer: io::Result<Option<Vec<u8>>>) -> Option<Found> {
     }
 }
 
-/// Gives this process the rights of a user, and no other, for good.
+/// Gives this process the rights of a user, with the groups that the system says, and no other, for
+/// good.
 fn take_rights(user: u32, group: u32) -> rustix::io::Result<()> {
+    let known = nix::unistd::User::from_uid(user.into()).ok().flatten();
+    let name = known.and_then(|user| CString::new(user.name).ok());
+    let groups = name.and_then(|name| getgrouplist(&name, group.into()).ok()).unwrap_or_default();
+    let groups: Vec<Gid> = groups.into_iter().map(|group| Gid::from_raw(group.as_raw())).collect();
     let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
-    set_thread_groups(&[])?;
+    set_thread_groups(&groups)?;
     set_thread_res_gid(group, group, group)?;
-    set_thread_res_uid(user, user, user)
+    set_thread_res_uid(user, user, user)?;
+    // The kernel has done so already, unless a container told it not to.
+    let none = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
 /// What `ask` passes to the function that it is given, in a child; `None` where there is nothing
@@ -168,8 +181,13 @@ fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> io::Result<Option
             // What it holds could not be had by others for as long as it waits: files, locks, the
             // pipe behind standard output, the working directory.
             let has_answer = rustix::stdio::dup2_stdin(&writer).is_ok() && rustix::process::chdir("/").is_ok();
-            // SAFETY: what this process has open is not used again but by number 0.
-            unsafe { libc::close_range(1, libc::c_uint::MAX, 0) };
+            // So that a panic's message goes into nothing that is opened from here on.
+            let null = rustix::fs::open(c"/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
+            let is_put =
+                |null: &OwnedFd| rustix::stdio::dup2_stdout(null).and_then(|()| rustix::stdio::dup2_stderr(null)).is_ok();
+            let first = if null.is_ok_and(|null| is_put(&null)) { 3 } else { 1 };
+            // SAFETY: what this process has open is not used again but by numbers 0 to 2.
+            unsafe { libc::close_range(first, libc::c_uint::MAX, 0) };
             let answer = |bytes: &[u8]| {
                 // SAFETY: it is the pipe.
                 let pipe = unsafe { std::os::fd::BorrowedFd::borrow_raw(0) };
@@ -221,7 +239,7 @@ mod tests {
 
     #[test]
     fn answers_arrive_as_they_were_given() {
-        for found in [Found::Yes, Found::No, Found::Mounted, Found::Unknown("it is\nno device".to_owned())] {
+        for found in [Found::Yes, Found::No, Found::Mounted, Found::Unknown("it is no device".to_owned())] {
             assert_eq!(Found::parse(&found.bytes()), found);
         }
     }

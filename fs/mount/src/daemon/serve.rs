@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gpunvme_blockdev::{BlockDevice, Io, OpenMode};
 use gpunvme_engine::Corrupt;
@@ -24,6 +25,8 @@ use gpunvme_engine::volume::VolumeOptions;
 use gpunvme_programs::claim::reason;
 use gpunvme_programs::members::{self, ClaimedBy, GrowError};
 
+/// How long the daemon of a mount that lives may take to say so.
+const ASKED_LIMIT: Duration = Duration::from_secs(1);
 /// Threads that end what I/O began.
 const COMPLETION_THREADS: usize = 8;
 
@@ -70,7 +73,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     device
         .member_names()
         .into_iter()
-        .for_each(|name| release_dead_mounts(name, |mount| question::is_dead(mount) == Some(Found::Yes)));
+        .for_each(|name| release_dead_mounts(name, |mount| question::is_dead(mount, ASKED_LIMIT) == Some(Found::Yes)));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
     let dir = mount_point(&options.dir)?;

@@ -37,6 +37,9 @@ const LOST: &str = "the volume could not be written down: what was not synced be
 const SILENT: &str = "its daemon does not answer; `umount -f` cuts off what is open there, `umount -l` only takes the \
                       mount out of the tree";
 
+/// Why the devices of a mount in another mount namespace are not looked at.
+const ELSEWHERE: &str = "its devices are not opened from another namespace";
+
 /// Why a daemon was not waited for to its end.
 const STILL_BUSY: &str = "the daemon still has the device: mounted in another namespace too, or a slow device";
 
@@ -75,7 +78,7 @@ impl Arguments {
         let others = elsewhere(&mount);
         let result = self.take_down(&mount, &others);
         if self.namespace.is_none() {
-            change_entries(&mount, &others);
+            change_entries(&mount, &others, result.is_ok() && utab::is_called_by("umount"));
         }
         result
     }
@@ -92,18 +95,23 @@ impl Arguments {
         let by_helper = self.namespace.is_none();
         let detach = || release(&mount.dir, flags, by_helper);
         let why_not = |error: ReleaseError| self.failed(&error.of(mount, self.force));
-        // umount(2) waits for the daemon of such a mount. It does not as long as a question has no
-        // answer: that uses the mount.
-        let is_silent = mount.claims_its_device() && !self.force && is_dead(mount).is_none();
+        // umount(2) of such a mount waits for its daemon, unless the mount is in use. A question
+        // without an answer keeps it in use: so it is asked before `-l` too.
+        let limit = if self.lazy { GLANCE_LIMIT } else { WORD_LIMIT };
+        let answers = !mount.claims_its_device() || self.force || is_dead(mount, limit).is_some();
         if self.lazy {
             // Nothing is waited for, so nothing else is looked at.
             return detach().map_err(why_not);
         }
-        if is_silent {
+        if !answers {
             return Err(self.failed(&SILENT));
         }
+        // What a mount in another namespace names, its owner has chosen.
+        let ask = |question: Question, limit| {
+            if by_helper { question.ask(mount, limit) } else { Some(Found::Unknown(ELSEWHERE.to_owned())) }
+        };
         let last_word = Awaited::of(mount.dev, mount.source.as_os_str());
-        let may_lose = last_word.is_some() || may_lose(mount, self.force).ok_or_else(|| self.failed(&SILENT))?;
+        let may_lose = last_word.is_some() || may_lose(mount, self.force, &ask).ok_or_else(|| self.failed(&SILENT))?;
         if let Err(error) = detach() {
             let is_cut_off = self.force && error.errno() == Errno::BUSY;
             // A daemon that was cut off takes its mount away in the end.
@@ -126,10 +134,10 @@ impl Arguments {
             Some(word) if word.has_speaker() => Err(STILL_BUSY.to_owned()),
             word => {
                 // Having the device, if only for a moment, means that its daemon is done.
-                let released = Question::IsReleased.ask(mount, ANSWER_LIMIT);
+                let released = ask(Question::IsReleased, ANSWER_LIMIT);
                 match word.as_ref().and_then(Awaited::is_clean) {
                     Some(is_clean) => Ok(is_clean),
-                    None if may_lose => look(mount, released),
+                    None if may_lose => look(mount, released, &ask),
                     None => Ok(true),
                 }
             }
@@ -152,6 +160,9 @@ fn uppermost(dir: &Path) -> io::Result<Mount> {
     Mount::all()?.into_iter().find(|mount| mount.dir == dir && is_at_its_place(mount)).ok_or_else(missing)
 }
 
+/// Asks of a mount's devices, within a limit.
+type Ask<'a> = dyn Fn(Question, Duration) -> Option<Found> + 'a;
+
 /// Whether a daemon that says nothing may lose data; `None` where it does not answer. One that is
 /// gone has left the volume as it was, and one that only reads has nothing to lose: neither has its
 /// device open for writing.
@@ -159,16 +170,16 @@ fn uppermost(dir: &Path) -> io::Result<Mount> {
 /// Nothing is asked of another user's server: as long as it does not answer, the question itself
 /// would have its mount in use. So a daemon is asked only where its device does not tell, and not
 /// where it is cut off.
-fn may_lose(mount: &Mount, force: bool) -> Option<bool> {
+fn may_lose(mount: &Mount, force: bool, ask: &Ask) -> Option<bool> {
     let here = rustix::process::geteuid().as_raw();
     if mount.user.is_some_and(|user| user != here) {
         return Some(true);
     }
-    match Question::HasWriter.ask(mount, GLANCE_LIMIT) {
+    match ask(Question::HasWriter, GLANCE_LIMIT) {
         Some(Found::Yes) => Some(true),
         Some(Found::No) => Some(false),
         _ if force => Some(true),
-        _ => is_dead(mount).map(|dead| dead != Found::Yes),
+        _ => is_dead(mount, WORD_LIMIT).map(|dead| dead != Found::Yes),
     }
 }
 
@@ -193,16 +204,16 @@ fn is_gone(mount: &Mount) -> bool {
     Mount::all().is_ok_and(|mounts| !is_among(mount, &mounts))
 }
 
-/// A mount that is gone leaves no entry for umount(8), which removes those only of mounts that it
-/// has unmounted without a fault. Where the filesystem stays mounted elsewhere, one of these mounts
-/// has an entry after this: so the last has.
-fn change_entries(mount: &Mount, others: &[Mount]) {
+/// A mount that is gone leaves no entry: umount(8) removes one only where all went well, which
+/// `for_umount` says, and not with all options. Where the filesystem stays mounted elsewhere, one of
+/// these mounts has an entry after this: so at any time at least one of them has.
+fn change_entries(mount: &Mount, others: &[Mount], for_umount: bool) {
     let Ok(mounts) = Mount::all() else { return };
     if is_among(mount, &mounts) {
         return;
     }
     if !mounts.iter().any(|listed| listed.is_ours() && listed.dir == mount.dir) {
-        utab::remove(&mount.dir);
+        if for_umount { utab::remove_before_umount(&mount.dir) } else { utab::remove(&mount.dir) }
     }
     if let Some(other) = others.iter().find(|other| is_among(other, &mounts)) {
         utab::note(other);
@@ -211,13 +222,13 @@ fn change_entries(mount: &Mount, others: &[Mount]) {
 
 /// Whether a volume was left with nothing in its journal, which this program can see for itself
 /// where it has its devices. The error says why it cannot.
-fn look(mount: &Mount, released: Option<Found>) -> Result<bool, String> {
+fn look(mount: &Mount, released: Option<Found>, ask: &Ask) -> Result<bool, String> {
     let silent = || format!("{} does not answer", mount.source.to_string_lossy());
     match released.ok_or_else(silent)? {
         Found::Mounted => Ok(true),
         Found::No => Err(STILL_BUSY.to_owned()),
         Found::Unknown(why) => Err(why),
-        Found::Yes => match Question::IsClean.ask(mount, ANSWER_LIMIT).ok_or_else(silent)? {
+        Found::Yes => match ask(Question::IsClean, ANSWER_LIMIT).ok_or_else(silent)? {
             Found::Unknown(why) => Err(why),
             found => Ok(found == Found::Yes),
         },
@@ -278,7 +289,7 @@ pub(super) fn release(dir: &Path, flags: UnmountFlags, by_helper: bool) -> Resul
                 helper.arg("-z");
             }
             let mut child = helper.arg("--").arg(dir).spawn().map_err(ReleaseError::NoHelper)?;
-            // Who waited for it before this process did has its word; the mount table has it too.
+            // If its exit code cannot be had, the mount table tells.
             let is_gone = || mounted.is_ok_and(|mount| is_gone(&mount));
             match child.wait().map_or_else(|_| is_gone(), |status| status.success()) {
                 true => Ok(()),

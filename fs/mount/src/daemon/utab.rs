@@ -6,18 +6,18 @@
 //! that type.
 //!
 //! The file is libmount's, and changed as libmount does it (`libmount/src/tab_update.c`): under a
-//! lock, by a new file that takes its place. mount(8) and umount(8) are not told to do it: they
-//! wait without a limit for that lock, which any user may hold, and umount(8) removes entries of
-//! other mounts on the same directory.
+//! lock, by a new file that takes its place. mount(8) and umount(8) are not told to do it
+//! (`--internal-only --fake`): they wait without a limit for that lock, which any user may hold.
+//! After a helper that has succeeded umount(8) removes the last entry of the directory itself.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 use rustix::process::{Pid, PidfdFlags, geteuid, getppid, pidfd_open};
 
 use super::background;
@@ -45,8 +45,7 @@ const CALLER_LIMIT: Duration = Duration::from_secs(5);
 pub fn note_behind_caller(dir: &Path) {
     remove(dir);
     let Some(mount) = Mount::on(dir).ok().filter(|mount| mount.is_ours() && geteuid().is_root()) else { return };
-    let caller = getppid().filter(|caller| name(*caller).is_ok_and(|name| name == "mount\n"));
-    match caller {
+    match getppid().filter(|_| is_called_by("mount")) {
         Some(caller) => background::leave_behind(|| {
             await_end(caller);
             note(&mount);
@@ -55,12 +54,20 @@ pub fn note_behind_caller(dir: &Path) {
     }
 }
 
-/// Gives a mount an entry, unless its directory has one.
+/// Whether a program of this name has started this one: by the name that the kernel has, which is a
+/// script's too.
+pub fn is_called_by(name: &str) -> bool {
+    let comm = |caller: Pid| fs::read_to_string(format!("/proc/{}/comm", caller.as_raw_nonzero()));
+    getppid().is_some_and(|caller| comm(caller).is_ok_and(|found| found.trim_end() == name))
+}
+
+/// Gives a mount an entry, unless it has one. It comes behind those of other mounts on the same
+/// directory: umount(8) removes the last.
 pub fn note(mount: &Mount) {
     let [source, dir] = [mount.source.as_os_str(), mount.dir.as_os_str()].map(escape);
-    let target = [b"TARGET=", &dir[..]].concat();
-    let line = [b"SRC=", &source[..], b" ", &target, b" ROOT=/ ", OPTS, b"\n"].concat();
-    change(|table| match lines(table).any(|line| has(line, &target)) {
+    let (source, target) = ([b"SRC=", &source[..]].concat(), [b"TARGET=", &dir[..]].concat());
+    let line = [&source[..], b" ", &target, b" ROOT=/ ", OPTS, b"\n"].concat();
+    change(|table| match lines(table).any(|line| has(line, &source) && has(line, &target)) {
         true => table.to_vec(),
         false if table.ends_with(b"\n") || table.is_empty() => [table, &line].concat(),
         false => [table, b"\n", &line].concat(),
@@ -73,9 +80,23 @@ pub fn note(mount: &Mount) {
 
 /// Removes the entry of ours for a directory, and no other.
 pub fn remove(dir: &Path) {
+    remove_unless(dir, |_| false);
+}
+
+/// The same where `dir` was unmounted for umount(8), which removes the last entry of the directory
+/// after this: ours is left to it where it would take another's.
+pub fn remove_before_umount(dir: &Path) {
+    remove_unless(dir, |others| others > 0);
+}
+
+/// Removes it unless `is_kept` says otherwise, by the number of others' entries for the directory.
+fn remove_unless(dir: &Path, is_kept: impl Fn(usize) -> bool) {
     let target = [b"TARGET=", &escape(dir.as_os_str())[..]].concat();
     let is_ours = |line: &[u8]| has(line, OPTS) && has(line, &target) && !words(line).any(|word| word.starts_with(b"ATTRS="));
-    change(|table| lines(table).filter(|line| !is_ours(line)).collect::<Vec<_>>().concat());
+    change(|table| match is_kept(lines(table).filter(|line| has(line, &target) && !is_ours(line)).count()) {
+        true => table.to_vec(),
+        false => lines(table).filter(|line| !is_ours(line)).collect::<Vec<_>>().concat(),
+    });
 }
 
 fn lines(table: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -95,19 +116,24 @@ fn has(line: &[u8], word: &[u8]) -> bool {
 fn change(edit: impl Fn(&[u8]) -> Vec<u8>) {
     let is_as_wanted = || read().map(|table| edit(&table) == table);
     if geteuid().is_root() && is_as_wanted().is_ok_and(|is| !is) {
-        let _ = replace(edit).inspect_err(|_| drop(fs::remove_file(NEW)));
+        let _ = replace(edit);
     }
 }
 
 fn replace(edit: impl Fn(&[u8]) -> Vec<u8>) -> io::Result<()> {
-    // It may be there.
-    let _ = DirBuilder::new().mode(0o755).create(FOLDER);
+    // It may be there. The caller's umask counts where it is made.
+    if DirBuilder::new().create(FOLDER).is_ok() {
+        fs::set_permissions(FOLDER, Permissions::from_mode(0o755))?;
+    }
     let _lock = lock()?;
     let table = edit(&read()?);
-    let mut new = opened(File::options().write(true).create(true).truncate(true), NEW)?;
-    new.write_all(&table)?;
-    new.set_permissions(Permissions::from_mode(0o644))?;
-    fs::rename(NEW, TABLE)
+    let put = || {
+        let mut new = opened(File::options().write(true).create(true).truncate(true), NEW)?;
+        new.write_all(&table)?;
+        new.set_permissions(Permissions::from_mode(0o644))?;
+        fs::rename(NEW, TABLE)
+    };
+    put().inspect_err(|_| drop(fs::remove_file(NEW)))
 }
 
 /// The table; nothing where there is none.
@@ -120,8 +146,11 @@ fn read() -> io::Result<Vec<u8>> {
     Ok(table)
 }
 
+/// Opened for reading: programs that watch the table are told when such a descriptor of the lock is
+/// closed (`libmount/src/monitor.c`).
 fn lock() -> io::Result<File> {
-    let file = opened(File::options().write(true).create(true), LOCK)?;
+    let flags = OFlags::RDONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(open(LOCK, flags, Mode::from_raw_mode(0o644))?);
     file.set_permissions(Permissions::from_mode(0o644))?;
     let until = Instant::now() + LOCK_LIMIT;
     while let Err(errno) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -135,11 +164,6 @@ fn lock() -> io::Result<File> {
 
 fn opened(options: &mut OpenOptions, path: &str) -> io::Result<File> {
     options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).mode(0o644).open(path)
-}
-
-/// The name of a process as the kernel has it: of a script too.
-fn name(process: Pid) -> io::Result<String> {
-    fs::read_to_string(format!("/proc/{}/comm", process.as_raw_nonzero()))
 }
 
 fn await_end(process: Pid) {
