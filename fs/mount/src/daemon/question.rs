@@ -1,8 +1,8 @@
 //! Questions about mounts and devices that may never be answered, put by a process of its own.
 //!
 //! A thread that waits for a FUSE server, which any user may write, cannot be ended. It holds what
-//! its process has open, and the process itself is not gone before it. So a child asks, which has no
-//! descriptor but that of its answer, and is left to itself where it gets none.
+//! its process has open, and the process itself is not gone before it. So a child asks, which has
+//! no descriptor but that of its answer, and is left to itself where it gets none.
 //!
 //! It is forked, and executes nothing: in another mount namespace every program is that namespace's
 //! owner's, and a daemon's capabilities end where it executes one.
@@ -129,7 +129,8 @@ impl Found {
 }
 
 /// Whether the daemon of a mount has gone without unmounting it; `None` where it does not answer
-/// within `limit`, as one that was stopped. While that one does not, umount(8) finds its mount in use.
+/// within `limit`, as one that was stopped. While that one does not, umount(8) finds its mount in
+/// use.
 pub fn is_dead(mount: &Mount, limit: Duration) -> Option<Found> {
     let dir = CString::new(mount.dir.as_os_str().as_bytes()).ok()?;
     // By system calls alone: this process may have further threads.

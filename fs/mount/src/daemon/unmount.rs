@@ -205,8 +205,8 @@ fn is_gone(mount: &Mount) -> bool {
 }
 
 /// A mount that is gone leaves no entry: umount(8) removes one only where all went well, which
-/// `for_umount` says, and not with all options. Where the filesystem stays mounted elsewhere, one of
-/// these mounts has an entry after this: so at any time at least one of them has.
+/// `for_umount` says, and not with all options. Where the filesystem stays mounted elsewhere, one
+/// of these mounts has an entry after this: so at any time at least one of them has.
 fn change_entries(mount: &Mount, others: &[Mount], for_umount: bool) {
     let Ok(mounts) = Mount::all() else { return };
     if is_among(mount, &mounts) {

@@ -34,6 +34,8 @@ const OPTS: &[u8] = b"OPTS=x-gpunvme";
 /// How long others may have the lock. Without its entry a mount is no worse.
 const LOCK_LIMIT: Duration = Duration::from_secs(1);
 const LOCK_POLL: Duration = Duration::from_millis(5);
+/// How long umount(8) mostly takes from its look at the table to its end.
+const UNMOUNT_LIMIT: Duration = Duration::from_secs(1);
 /// How long mount(8) may go on: it may have further mounts to make.
 const CALLER_LIMIT: Duration = Duration::from_secs(5);
 
@@ -49,6 +51,8 @@ pub fn note_behind_caller(dir: &Path) {
         Some(caller) => background::leave_behind(|| {
             await_end(caller);
             note(&mount);
+            std::thread::sleep(UNMOUNT_LIMIT);
+            remove_if_gone(&mount);
         }),
         None => note(&mount),
     }
@@ -72,7 +76,11 @@ pub fn note(mount: &Mount) {
         false if table.ends_with(b"\n") || table.is_empty() => [table, &line].concat(),
         false => [table, b"\n", &line].concat(),
     });
-    // Who unmounted it before that found no entry to remove.
+    remove_if_gone(mount);
+}
+
+/// Who unmounted it, and looked for an entry before there was one, removed none.
+fn remove_if_gone(mount: &Mount) {
     if !Mount::all().is_ok_and(|mounts| mounts.iter().any(|listed| listed.id == mount.id)) {
         remove(&mount.dir);
     }
