@@ -147,14 +147,14 @@ fn is_same(source: &OsStr, device: &str) -> bool {
 
 /// Device and inode of what a path names, as the kernel knows them without asking a filesystem. A
 /// mount's source may lie on one that does not answer, and a user may have made that so. The source
-/// of a daemon that lives is known: the daemon has it open by that path.
+/// of a daemon that lives is mostly known: the daemon has it open by that path.
 fn known(path: &Path) -> Option<(u64, u64)> {
     let file = openat2(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), ResolveFlags::CACHED).ok()?;
     let status = statx(file, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::INO).ok()?;
     Some((rustix::fs::makedev(status.stx_dev_major, status.stx_dev_minor), status.stx_ino))
 }
 
-/// As the kernel writes names into its table, and libmount into its own.
+/// As libmount writes names into its table. The kernel has these four escaped in its own, and more.
 pub fn escape(name: &OsStr) -> Vec<u8> {
     let escaped = |byte: &u8| match byte {
         b' ' | b'\t' | b'\n' | b'\\' => format!("\\{byte:03o}").into_bytes(),

@@ -3,9 +3,10 @@
 //!
 //! It guards fairness: what all rings together may have is shared between the users that have busy
 //! rings, a user's share between its processes, and a process's share between its rings. More
-//! rings, or more processes, get a user no more. A share may be exceeded by one transfer, and by no
-//! other while it is. A user whose work reaches the device another way than by rings has a share
-//! too, which stays free: with less in flight ahead of it, that work waits less.
+//! rings, or more processes, get a user no more. A share of bytes may be exceeded by one transfer,
+//! and by no other while it is; where several threads serve rings that have it together, by what
+//! each of them takes at the same moment. A user whose work reaches the device another way than by
+//! rings has a share too, which stays free: with less in flight ahead of it, that work waits less.
 
 use super::groups::{Amount, Group, Limits, Member};
 use super::queue_pair::Ring;
