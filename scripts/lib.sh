@@ -43,7 +43,8 @@ need_packages() {
 
 # Stops unless there is a Rust toolchain.
 need_rust() {
-    [ -n "${CARGO_HOME-}" ] || PATH=$PATH:$HOME/.cargo/bin
+    # Once, however deeply scripts call each other: crates are built again where PATH has changed.
+    command -v cargo >/dev/null || [ -n "${CARGO_HOME-}" ] || PATH=$PATH:$HOME/.cargo/bin
     command -v cargo >/dev/null || die "cargo is missing: install Rust from https://rustup.rs"
     command -v cc >/dev/null || need_packages gcc libc6-dev
 }

@@ -4,7 +4,7 @@
 use std::error::Error;
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -15,17 +15,23 @@ use crate::mounted::{is_mounted, text};
 /// that.
 ///
 /// # Errors
-/// Those of the system.
+/// Those of the system, with the file's name.
 pub fn write_whole(path: &Path, len: u64) -> std::io::Result<()> {
-    let mut file = File::create(path)?;
     let zeros = vec![0; 4 << 20];
-    let mut left = len;
-    while left > 0 {
-        let step = left.min(zeros.len() as u64);
-        file.write_all(&zeros[..step as usize])?;
-        left -= step;
-    }
-    file.sync_all()
+    let write = || {
+        let mut file = File::create(path)?;
+        let mut left = len;
+        while left > 0 {
+            let step = left.min(zeros.len() as u64);
+            file.write_all(&zeros[..step as usize])?;
+            left -= step;
+        }
+        file.sync_all()
+    };
+    write().map_err(|error| {
+        let help = if error.kind() == ErrorKind::StorageFull { ": let TMPDIR name a folder with more room" } else { "" };
+        std::io::Error::new(error.kind(), format!("{}, of {len} bytes: {error}{help}", path.display()))
+    })
 }
 
 /// A filesystem of the kernel.

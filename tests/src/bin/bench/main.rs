@@ -59,6 +59,9 @@ pub struct Scale {
     time: Duration,
     /// Bytes of each file that data is read from and written to; one file a thread.
     file_len: u64,
+    /// Room of an image beside them, in bytes: for metadata, the journal, and files of other
+    /// sections.
+    spare: u64,
     blocks: &'static [u64],
     threads: &'static [usize],
     /// Files that are made, listed and removed.
@@ -78,6 +81,7 @@ const FULL: Scale = Scale {
     runs: 3,
     time: Duration::from_millis(500),
     file_len: 128 << 20,
+    spare: 1 << 30,
     blocks: &[4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20],
     threads: &[1, 2, 8],
     names: 100_000,
@@ -88,6 +92,7 @@ const QUICK: Scale = Scale {
     runs: 1,
     time: Duration::from_millis(100),
     file_len: 32 << 20,
+    spare: 256 << 20,
     blocks: &[4 << 10, 1 << 20],
     threads: &[1, 2],
     names: 2_000,
@@ -100,7 +105,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     scale.runs = arguments.runs.unwrap_or(scale.runs).max(1);
     let chosen = |name: &str| arguments.only.iter().all(|word| name.contains(word.as_str()));
 
-    let subjects = Subjects::set_up(*scale.threads.last().expect("thread counts"), scale.file_len)?;
+    let subjects = Subjects::set_up(&scale)?;
     let mut report = Report::new(machine::describe(subjects.scratch()), &scale);
     for section in sections(&scale) {
         let mut rows = Vec::new();

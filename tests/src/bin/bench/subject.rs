@@ -10,8 +10,7 @@ use gpunvme_tests::mounted::{Image, Mounted, text};
 use gpunvme_tests::peers::{Kind, LoopMounted, MemFs, write_whole};
 use tempfile::TempDir;
 
-/// Room for metadata, journals and the files of the names section, beside the data.
-const SPARE: u64 = 1 << 30;
+use crate::Scale;
 
 /// Whatever a column of a table stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,11 +68,13 @@ pub struct Subjects {
 }
 
 impl Subjects {
-    /// Makes the images and mounts them. Each has room for so many files of `file_len` bytes.
-    pub fn set_up(files: usize, file_len: u64) -> Result<Self, Box<dyn Error>> {
-        let len = files as u64 * file_len;
-        let image = Image::blank(len + SPARE);
-        write_whole(&image.path(), len + SPARE)?;
+    /// Makes the images and mounts them. Each has room for the files that data is read from and
+    /// written to.
+    pub fn set_up(scale: &Scale) -> Result<Self, Box<dyn Error>> {
+        let files = *scale.threads.last().ok_or("no thread counts")?;
+        let (len, spare) = (files as u64 * scale.file_len, scale.spare);
+        let image = Image::blank(len + spare);
+        write_whole(&image.path(), len + spare)?;
         let output = image.mkfs(&[]);
         if !output.status.success() {
             return Err(text(&output).into());
@@ -84,13 +85,13 @@ impl Subjects {
         let on_device = scratch.path().join("memfs-device");
         write_whole(&on_device, len)?;
         let ext4 = scratch.path().join("ext4");
-        write_whole(&ext4, len + SPARE)?;
+        write_whole(&ext4, len + spare)?;
         let device = gpunvme_blockdev::open(bare.to_str().ok_or("a scratch path that is not UTF-8")?, OpenMode::ReadWrite)?;
         Ok(Self {
             gpunvme: image.mount(),
             ext4: LoopMounted::set_up(&ext4, Kind::Ext4)?,
             memfs: MemFs::set_up(scratch.path())?,
-            memfs_on_device: MemFs::on_device(&on_device, file_len)?,
+            memfs_on_device: MemFs::on_device(&on_device, scale.file_len)?,
             device,
             scratch,
         })
