@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 
 use super::lock::lock_file;
@@ -34,7 +34,6 @@ pub(crate) fn open_exclusively(
     claim: Claim,
     flags: OFlags,
 ) -> Result<(File, Kind)> {
-    // Before opening: opening a fifo would wait for its other end.
     let file_type = std::fs::metadata(path).map_err(|error| explain(name, mode, error.into_errno()))?.file_type();
     let kind = match file_type {
         file_type if file_type.is_block_device() => Kind::Block,
@@ -49,7 +48,8 @@ pub(crate) fn open_exclusively(
         (Kind::Block, Claim::Ours) => OFlags::EXCL,
         _ => OFlags::empty(),
     };
-    let flags = access | exclusive | flags | OFlags::CLOEXEC;
+    // It may be another file by the time that it is opened: a FIFO would wait for its other end.
+    let flags = access | exclusive | flags | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let deadline = Instant::now() + PATIENCE;
     loop {
         let attempt = rustix::fs::open(path, flags, Mode::empty()).map(File::from).and_then(|file| {
@@ -65,6 +65,9 @@ pub(crate) fn open_exclusively(
                 if FileType::from_raw_mode(opened.st_mode) != expected {
                     return Err(Error::NotABlockDevice { device: name.clone() });
                 }
+                // io_uring would take it for a file whose requests are not to wait.
+                let flags = fcntl_getfl(&file).map_err(|errno| explain(name, mode, errno))?;
+                fcntl_setfl(&file, flags - OFlags::NONBLOCK).map_err(|errno| explain(name, mode, errno))?;
                 return Ok((file, kind));
             }
             // The lock answers AGAIN, the claim of a block device BUSY.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 use vfio_bindings::bindings::vfio::*;
 use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioRegionInfoCap};
@@ -282,7 +282,11 @@ impl Registers {
         let failed =
             |errno: Errno| Error::System { device: name.clone(), action: "mapping its registers", errno: errno.raw_os_error() };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or_else(|| failed(Errno::NOMEM))?;
-        Ok(Self { base, len })
+        let registers = Self { base, len };
+        // A child would keep the controller from others for as long as it lives.
+        // SAFETY: it is this mapping, whose content stays as it is.
+        unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontFork) }.map_err(failed)?;
+        Ok(registers)
     }
 
     /// The address of a register. Panics if it lies outside, or is misaligned.

@@ -84,7 +84,7 @@ pub fn rival(device: &Path, mode: OpenMode) -> Option<Rival> {
         Medium::Disk(number) => node_of(&sysfs(number)).filter(|node| is_claimed(node)).map(Rival::InUse),
         Medium::File(..) => own.members.iter().find_map(|member| {
             let path = backing_path(&sysfs(*member))?;
-            let file = File::open(&path).ok().filter(|file| Medium::of(file) == Some(range.medium))?;
+            let file = open_as(&path, range.medium)?;
             is_locked(&file, mode, &range.bytes).then_some(Rival::InUse(path))
         }),
     })
@@ -205,7 +205,7 @@ impl LoopBacking {
             Some(status) if status.rdev != 0 => Medium::Disk(status.rdev),
             Some(status) => Medium::File(status.device, status.inode),
             // Without the device, its name has to do.
-            None => Medium::of(&File::open(path).ok()?)?,
+            None => Medium::of(&look_at(&path)?)?,
         };
         let limit = attribute("sizelimit").filter(|limit| *limit > 0).unwrap_or(u64::MAX);
         Some(LoopBacking { medium, offset: attribute("offset").unwrap_or(0), limit })
@@ -276,6 +276,19 @@ fn node_of(sysfs: &Path) -> Option<PathBuf> {
     let event = fs::read_to_string(sysfs.join("uevent")).ok()?;
     let name = event.lines().find_map(|line| line.strip_prefix("DEVNAME="))?;
     Some(Path::new("/dev").join(name))
+}
+
+/// Opens what a path names for reading, if it is this medium. The path is the kernel's, of a file
+/// that may have gone: what has that name now is its folder's owner's, and opening it may wait for
+/// ever, or do something.
+fn open_as(path: &Path, medium: Medium) -> Option<File> {
+    let found = look_at(path).filter(|file| Medium::of(file) == Some(medium))?;
+    File::options().read(true).custom_flags(libc::O_NONBLOCK).open(format!("/proc/self/fd/{}", found.as_raw_fd())).ok()
+}
+
+/// A descriptor by which a file can be told, and not used.
+fn look_at(path: &Path) -> Option<File> {
+    File::options().read(true).custom_flags(libc::O_PATH).open(path).ok()
 }
 
 fn backing_path(sysfs: &Path) -> Option<PathBuf> {
@@ -363,6 +376,20 @@ mod tests {
         drop(used);
         let _used = claim(&upper.0);
         assert_eq!(rival(&lower.0, OpenMode::ReadWrite), Some(Rival::InUse(upper.0.clone())));
+    }
+
+    /// The kernel names a file that was removed by its old path, with an end to it.
+    #[test]
+    fn what_has_the_name_of_an_image_that_was_removed_is_not_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        File::create(&path).unwrap().set_len(4 << 20).unwrap();
+        let Some(device) = Loop::over(&path, &[]) else { return };
+        fs::remove_file(&path).unwrap();
+        let said = backing_file(&device.0).unwrap();
+        assert!(Command::new("mkfifo").arg(&said).status().unwrap().success());
+        let found = crate::limited::within(std::time::Duration::from_secs(10), move || rival(&device.0, OpenMode::ReadWrite));
+        assert_eq!(found, Some(None), "it waits for the FIFO {}", said.display());
     }
 
     #[test]

@@ -4,11 +4,14 @@
 //! down and let go of the device. The next program waits that moment, and learns at once if the
 //! device is held for longer: because it is mounted.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Error, OpenMode, open_controller, path_of, split_names};
+use rustix::process::geteuid;
 
 pub use crate::below::has_users;
 use crate::below::{self, Rival};
@@ -28,10 +31,10 @@ const RELEASE_POLL: Duration = Duration::from_millis(20);
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// It is mounted.
-    #[error("already mounted on {} (type {}); `umount {}` first", .0.dir.display(), .0.fs_type, .0.dir.display())]
+    #[error("already mounted on {dir} (type {}); `umount {dir}` first", .0.fs_type, dir = shown(.0))]
     Mounted(Mount),
     /// It is mounted by a daemon that has gone without unmounting.
-    #[error("still mounted on {}, by a daemon that was killed; `umount {}` ends that", .0.dir.display(), .0.dir.display())]
+    #[error("still mounted on {dir}, by a daemon that was killed; `umount {dir}` ends that", dir = shown(.0))]
     LeftBehind(Mount),
     /// Another process has it, and it is not mounted.
     #[error(
@@ -176,14 +179,29 @@ pub fn reason(device: &str, error: &impl ToString) -> String {
     }
 }
 
+/// Where a mount is. Its user chose the name: nothing of that steers a terminal.
+fn shown(mount: &Mount) -> String {
+    mount.dir.to_string_lossy().replace(char::is_control, " ")
+}
+
 /// The mount of `device`, or of the image file below it, that the mount table lists.
 pub(crate) fn listed_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
-    let unknown = |error| ClaimError::Device(format!("/proc/self/mountinfo: {error}"));
-    let mut mounts = Mount::all_of(device).map_err(unknown)?;
-    if let Some(image) = path_of(device).and_then(below::backing_file) {
-        mounts.extend(Mount::all_of(&image.to_string_lossy()).map_err(unknown)?);
+    let mounts_of = |device: &str| {
+        let mounts = Mount::all_of(device);
+        let mounts = mounts.map_err(|error| ClaimError::Device(format!("/proc/self/mountinfo: {error}")))?;
+        Ok(mounts.into_iter().find(|mount| may_have(mount, device)))
+    };
+    match (mounts_of(device)?, path_of(device).and_then(below::backing_file)) {
+        (None, Some(image)) => mounts_of(&image.to_string_lossy()),
+        (mount, _) => Ok(mount),
     }
-    Ok(mounts.into_iter().next())
+}
+
+/// Whether a mount that names a device may have it. A user may give any name to a mount of FUSE: it
+/// counts where it is root's or this process's user's, or the device's owner's.
+fn may_have(mount: &Mount, device: &str) -> bool {
+    let owner = || path_of(device).and_then(|path| fs::metadata(path).ok()).map(|status| status.uid());
+    mount.user.is_none_or(|user| user == 0 || user == geteuid().as_raw() || Some(user) == owner())
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use gpunvme_blockdev::OpenMode;
 use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
 use gpunvme_tests::{needs_mount, programs};
 use rustix::process::{Signal, WaitOptions};
@@ -211,4 +212,52 @@ fn an_unmount_says_that_a_daemon_does_not_answer() {
         assert_eq!(said.contains("its daemon does not answer; `umount -f`"), code == 32, "{said}");
         image = volume.unmount();
     }
+}
+
+/// Has a device in use for a while, as a daemon that is slow to end.
+fn held_for(device: &Path, time: Duration) -> std::thread::JoinHandle<()> {
+    let held = gpunvme_blockdev::open(device.to_str().unwrap(), OpenMode::ReadWrite).unwrap();
+    std::thread::spawn(move || {
+        std::thread::sleep(time);
+        drop(held);
+    })
+}
+
+#[test]
+fn a_mount_that_another_user_names_after_a_device_is_neither_believed_nor_taken_away() {
+    needs_mount!();
+    let image = Image::formatted();
+    let dir = gpunvme_tests::scratch_dir();
+    let connection = File::options().read(true).write(true).open("/dev/fuse").unwrap();
+    let options = format!("fd={},rootmode=40000,subtype=gpunvme,user_id=4711,group_id=4711", connection.as_raw_fd());
+    let options = std::ffi::CString::new(options).unwrap();
+    rustix::mount::mount(image.path(), dir.path(), "fuse", rustix::mount::MountFlags::empty(), options.as_c_str()).unwrap();
+    drop(connection);
+    let holder = held_for(&image.path(), Duration::from_secs(4));
+    let said = text(&image.try_mount("rw"));
+    let stays = is_mounted(dir.path());
+    rustix::mount::unmount(dir.path(), rustix::mount::UnmountFlags::DETACH).unwrap();
+    holder.join().unwrap();
+    unmount_by_helper(&image);
+    assert!(said.starts_with("exit status: 0"), "{said}");
+    assert!(stays, "it was another user's");
+}
+
+#[test]
+fn a_caller_that_was_killed_gets_no_mount() {
+    needs_mount!();
+    let image = Image::formatted();
+    fs::create_dir(image.mount_point()).unwrap();
+    let holder = held_for(&image.path(), Duration::from_secs(2));
+    let mut caller = programs::command("mount.gpunvme").arg(image.path()).arg(image.mount_point()).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    caller.kill().unwrap();
+    caller.wait().unwrap();
+    holder.join().unwrap();
+    let until = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < until {
+        assert!(!is_mounted(&image.mount_point()), "it is mounted");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    image.check();
 }

@@ -2,8 +2,8 @@
 //!
 //! A path does not say what is mounted there now: an administrator may have unmounted the volume,
 //! and mounted another one in its place or over it. So a mount is known by its identity, and
-//! nothing is unmounted before the directory was seen to be this mount. The kernel unmounts by path
-//! only: a mount made between this check and the call is not protected.
+//! nothing is unmounted before its place was seen to show this mount. The kernel unmounts what a
+//! place shows: a mount made there between this check and the call is not protected.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read};
@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, statx};
+use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 use rustix::net::{
@@ -24,6 +24,7 @@ use rustix::net::{
 use rustix::process::{getegid, geteuid};
 
 use super::fusectl::Control;
+use super::place::{Identity, MountPoint, Place};
 use super::unmount;
 use gpunvme_programs::mounts::Mount;
 
@@ -33,13 +34,11 @@ const DEV_FUSE: &str = "/dev/fuse";
 const FUSE_NUMBER: (u32, u32) = (10, 229);
 /// How long it may take until a superblock that has gone has let go of its device.
 const RECLAIM_LIMIT: Duration = Duration::from_millis(200);
-/// `STATX_MNT_ID_UNIQUE` (linux/stat.h, since 6.8): an identity that no later mount gets again.
-const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
 /// A request to mount.
 pub struct Request<'a> {
-    /// The mount point, a real path.
-    pub dir: &'a Path,
+    /// The mount point.
+    pub point: &'a MountPoint,
     /// Source of the mount, as the mount table shows it.
     pub source: &'a str,
     /// `ro`, `nodev`, `nosuid` and the like.
@@ -60,14 +59,6 @@ pub struct Attachment {
     control: Option<Control>,
     /// The block device that the mount itself claims.
     claims: Option<PathBuf>,
-}
-
-/// A mount in this process's mount namespace: the kernel's number for it, and that of its
-/// filesystem.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Identity {
-    id: u64,
-    dev: u64,
 }
 
 /// Why FUSE did not mount, with the way out.
@@ -121,7 +112,25 @@ pub fn attach(request: &Request) -> Result<(OwnedFd, Attachment), AttachError> {
         Err(Errno::ACCESS) => return Err(AttachError::SecurityModule),
         Err(errno) => return Err(errno.into()),
     };
-    Ok((connection, Attachment::find(request.dir, request.source, None)?))
+    Ok((connection, Attachment::find(request.point, request.source, None)?))
+}
+
+/// Takes away what a mount that failed may have left on its directory. Of a block device this would
+/// wait for the connection, which is to be closed before.
+pub fn take_back(point: &MountPoint, source: &str) {
+    if let Ok(Some((place, mount))) = newest(point, source)
+        && place.shows(&mount)
+    {
+        let _ = unmount::release(&place, UnmountFlags::DETACH, true);
+    }
+}
+
+/// The newest mount of ours on this directory that has this source, and its place.
+fn newest(point: &MountPoint, source: &str) -> io::Result<Option<(Place, Mount)>> {
+    let dir = point.dir_now()?;
+    let place = Place::of(&dir)?;
+    let is_it = |mount: &Mount| mount.dir == dir && mount.is_ours() && mount.source.as_bytes() == source.as_bytes();
+    Ok(Mount::all()?.into_iter().rfind(is_it).map(|mount| (place, mount)))
 }
 
 /// Opens `/dev/fuse`.
@@ -144,7 +153,7 @@ pub fn open_connection() -> Result<OwnedFd, AttachError> {
 }
 
 fn mount(request: &Request, connection: &OwnedFd) -> rustix::io::Result<()> {
-    let root = rustix::fs::stat(request.dir)?;
+    let root = rustix::fs::fstat(request.point)?;
     let options = format!(
         "fd={},rootmode={:o},user_id={},group_id={},subtype=gpunvme,default_permissions{}",
         connection.as_raw_fd(),
@@ -154,7 +163,7 @@ fn mount(request: &Request, connection: &OwnedFd) -> rustix::io::Result<()> {
         if request.allow_other { ",allow_other" } else { "" }
     );
     let options = std::ffi::CString::new(options).map_err(|_| Errno::INVAL)?;
-    rustix::mount::mount(request.source, request.dir, "fuse", request.flags, options.as_c_str())
+    rustix::mount::mount(request.source, request.point.path(), "fuse", request.flags, options.as_c_str())
 }
 
 /// The setuid program fusermount3 mounts, and sends the connection over the socket that
@@ -162,7 +171,7 @@ fn mount(request: &Request, connection: &OwnedFd) -> rustix::io::Result<()> {
 fn mount_by_helper(request: &Request) -> Result<OwnedFd, AttachError> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let mut helper = Command::new("fusermount3");
-    helper.arg("-o").arg(helper_options(request)).arg("--").arg(request.dir);
+    helper.arg("-o").arg(helper_options(request)).arg("--").arg(request.point.dir());
     helper.env("_FUSE_COMMFD", "0").stdin(theirs).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = helper.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => AttachError::NotPermitted,
@@ -212,18 +221,17 @@ fn receive_descriptor(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
 }
 
 impl Attachment {
-    /// The mount that was just made. Its device is held, so there is no other with the same
-    /// source. `claims`: the block device that the mount claims.
+    /// The mount that was just made. Its device is held, so there is no other with the same source.
+    /// `claims`: the block device that the mount claims.
     ///
     /// # Errors
-    /// It has gone again.
-    pub fn find(dir: &Path, source: &str, claims: Option<PathBuf>) -> io::Result<Attachment> {
-        let ours = |mount: &Mount| mount.dir == dir && mount.is_ours() && mount.source.as_bytes() == source.as_bytes();
-        let missing = || io::Error::new(io::ErrorKind::NotFound, "the mount has gone again");
-        let listed = Mount::all()?.into_iter().rfind(ours).ok_or_else(missing)?;
-        let identity = Identity::of(dir, MNT_ID_UNIQUE).filter(|identity| {
+    /// It has gone again, or its directory was moved meanwhile.
+    pub fn find(point: &MountPoint, source: &str, claims: Option<PathBuf>) -> io::Result<Attachment> {
+        let missing = || io::Error::new(io::ErrorKind::NotFound, "the mount has gone again, or its directory was moved");
+        let (place, listed) = newest(point, source)?.ok_or_else(missing)?;
+        let identity = place.identity().filter(|identity| {
             // Twice, so that the look between them was at the same mount.
-            is_at_its_place(&listed) && Identity::of(dir, MNT_ID_UNIQUE) == Some(*identity)
+            place.shows(&listed) && place.identity() == Some(*identity)
         });
         let control = Control::of(listed.dev).inspect_err(|error| tracing::debug!("fusectl: {error}")).ok();
         Ok(Attachment { dir: listed.dir, dev: listed.dev, identity, control, claims })
@@ -241,7 +249,13 @@ impl Attachment {
 
     /// Whether the directory is this mount, and not what lies below it or was mounted over it.
     pub fn is_in_place(&self) -> bool {
-        self.identity.is_some() && Identity::of(&self.dir, MNT_ID_UNIQUE) == self.identity
+        self.place().is_some()
+    }
+
+    /// Where it is, if it is in place.
+    fn place(&self) -> Option<Place> {
+        let place = Place::of(&self.dir).ok()?;
+        (self.identity.is_some() && place.identity() == self.identity).then_some(place)
     }
 
     /// Unmounts it, if it is in place.
@@ -249,10 +263,8 @@ impl Attachment {
     /// # Errors
     /// [`Errno::BUSY`] while it is in use. [`Errno::INVAL`] if it is not in place.
     pub fn release(&self, flags: UnmountFlags) -> rustix::io::Result<()> {
-        if !self.is_in_place() {
-            return Err(Errno::INVAL);
-        }
-        unmount::release(&self.dir, flags | UnmountFlags::NOFOLLOW, true).map_err(|error| error.errno())
+        let place = self.place().ok_or(Errno::INVAL)?;
+        unmount::release(&place, flags, true).map_err(|error| error.errno())
     }
 
     /// Writes down what is dirty in shared mappings, if it is in place.
@@ -260,11 +272,7 @@ impl Attachment {
     /// # Errors
     /// Those of syncfs(2).
     pub fn sync(&self) -> rustix::io::Result<()> {
-        if !self.is_in_place() {
-            return Ok(());
-        }
-        let root = rustix::fs::open(&self.dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-        rustix::fs::syncfs(&root)
+        self.place().map_or(Ok(()), |place| rustix::fs::syncfs(place.open()?))
     }
 
     /// Ends the connection, wherever it is mounted: its requests and all that is open on it fail
@@ -301,41 +309,15 @@ impl Attachment {
     }
 }
 
-/// Whether a mount that the mount table lists is what its directory shows.
-pub fn is_at_its_place(mount: &Mount) -> bool {
-    Identity::of(&mount.dir, StatxFlags::empty()) == Some(Identity { id: mount.id, dev: mount.dev })
-}
-
-impl Identity {
-    /// Identity of the mount on a directory, with the id that `kind` names, or the one that the
-    /// mount table has. Asks the kernel and not the filesystem, which may not answer; of a mount
-    /// that root may not enter it is told only where nothing else is asked.
-    fn of(dir: &Path, kind: StatxFlags) -> Option<Identity> {
-        let flags = AtFlags::STATX_DONT_SYNC | AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-        let found = statx(rustix::fs::CWD, dir, flags, kind).ok()?;
-        Some(Identity { id: found.stx_mnt_id, dev: rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor) })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_mount_is_told_from_its_parent() {
-        let root = Identity::of(Path::new("/"), MNT_ID_UNIQUE).unwrap();
-        assert_eq!(Identity::of(Path::new("/"), MNT_ID_UNIQUE), Some(root));
-        assert_ne!(Identity::of(Path::new("/proc"), MNT_ID_UNIQUE), Some(root));
-        let listed = Mount::on(Path::new("/proc")).unwrap();
-        assert!(is_at_its_place(&listed));
-        assert!(!is_at_its_place(&Mount { dir: "/".into(), ..listed }));
-    }
-
-    #[test]
     fn the_helper_gets_a_list_that_it_can_split() {
-        let dir = Path::new("/mnt");
+        let point = MountPoint::of(Path::new("/")).unwrap();
         let flags = MountFlags::RDONLY | MountFlags::NOEXEC;
-        let request = Request { dir, source: r"/img/a,b\c", flags, allow_other: false };
+        let request = Request { point: &point, source: r"/img/a,b\c", flags, allow_other: false };
         let expected = r"fsname=/img/a\,b\\c,subtype=gpunvme,default_permissions,ro,noexec";
         assert_eq!(helper_options(&request), expected);
     }

@@ -6,9 +6,11 @@
 //! error. A pipe that ends without a report means that the daemon died.
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::AsFd;
 
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
 use super::error::MountError;
@@ -121,6 +123,13 @@ impl Caller {
 }
 
 impl Report {
+    /// Whether the caller has gone, which means that no mount is wanted any more.
+    pub fn is_unwanted(&self) -> bool {
+        let Self::ToCaller(pipe) = self else { return false };
+        let mut pipe = [PollFd::from_borrowed_fd(pipe.as_fd(), PollFlags::empty())];
+        poll(&mut pipe, Some(&Timespec::default())).is_ok() && pipe[0].revents().contains(PollFlags::ERR)
+    }
+
     /// The mount is live: lets go of the terminal, the session and the working directory, and
     /// releases the caller.
     ///

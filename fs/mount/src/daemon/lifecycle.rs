@@ -71,9 +71,12 @@ impl Lifecycle {
     /// between waits.
     ///
     /// # Errors
-    /// The error of `mount`.
+    /// The error of `mount`; [`MountError::Interrupted`] where no caller waits any more.
     pub fn go_live<S>(&self, mount: impl FnOnce() -> Result<(S, Attachment), MountError>) -> Result<S, MountError> {
         let mut stage = self.stage.lock();
+        if matches!(&*stage, Stage::Starting(report) if report.is_unwanted()) {
+            return Err(MountError::Interrupted);
+        }
         let (session, mount) = mount()?;
         let mount = Arc::new(mount);
         if let Stage::Starting(report) = std::mem::replace(&mut *stage, Stage::Live(Arc::clone(&mount)))

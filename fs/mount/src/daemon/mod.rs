@@ -20,6 +20,7 @@ pub mod lifecycle;
 mod limits;
 pub mod log;
 pub mod options;
+mod place;
 mod privileges;
 mod question;
 mod readahead;
@@ -45,6 +46,7 @@ use gpunvme_programs::mounts::Mount;
 use gpunvme_programs::terminal::{self, complain};
 use lifecycle::Lifecycle;
 use options::{Command, Options};
+use place::Place;
 
 /// How long mounts of a device may be asked whether their daemons have gone.
 const RELEASE_LIMIT: Duration = Duration::from_secs(2);
@@ -187,30 +189,19 @@ fn enter_namespace(name: Option<&str>) -> Result<(), MountError> {
         .map_err(|error| failed(error.into()))
 }
 
-/// The directory to mount on, by its real path.
-fn mount_point(dir: &Path) -> Result<PathBuf, MountError> {
-    let failed = |why: &dyn std::fmt::Display| MountError::Failed(format!("mount point {}: {why}", dir.display()));
-    let real = dir.canonicalize().map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => failed(&format_args!("no such directory; `mkdir -p {}` makes it", dir.display())),
-        _ => failed(&error),
-    })?;
-    if real.is_dir() { Ok(real) } else { Err(failed(&"not a directory")) }
-}
-
-/// Releases those mounts of `device` of which `is_dead` says that no daemon will come back to them:
-/// they answer every access with an error. That they name it is not enough: it may be another file
-/// by now, with a daemon that lives. After [`RELEASE_LIMIT`] no further one is looked at: other
-/// users, whose come last, may have made any number that do not answer.
+/// Releases those of this user's mounts of `device` of which `is_dead` says that no daemon will
+/// come back to them: they answer every access with an error. That they name it is not enough: it
+/// may be another file by now, with a daemon that lives. After [`RELEASE_LIMIT`] no further one is
+/// looked at.
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
     let until = Instant::now() + RELEASE_LIMIT;
-    // Whether it is at its place is asked last: another mount may take it meanwhile.
-    let is_dead =
-        |mount: &Mount| mount.is_ours() && Instant::now() < until && is_dead(mount) && attachment::is_at_its_place(mount);
-    let mut mounts = Mount::all_of(device).unwrap_or_default();
-    mounts.reverse();
-    mounts.sort_by_key(|mount| mount.user != Some(rustix::process::geteuid().as_raw()));
-    for mount in mounts.into_iter().filter(is_dead) {
-        match rustix::mount::unmount(&mount.dir, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
+    // Another user may have given any name to a mount, and have it where that user likes.
+    let here = rustix::process::geteuid().as_raw();
+    let is_dead = |mount: &Mount| mount.is_ours() && mount.user == Some(here) && Instant::now() < until && is_dead(mount);
+    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
+        // Another mount may have taken its place meanwhile.
+        let Some(place) = Place::of(&mount.dir).ok().filter(|place| place.shows(&mount)) else { continue };
+        match place.unmount(UnmountFlags::DETACH) {
             Ok(()) => tracing::warn!("{}: released the mount of a daemon that was killed", mount.dir.display()),
             Err(Errno::PERM) => {}
             Err(error) => tracing::warn!("{}: a dead mount cannot be released: {error}", mount.dir.display()),

@@ -2,7 +2,8 @@
 //!
 //! A thread that waits for a FUSE server, which any user may write, cannot be ended. It holds what
 //! its process has open, and the process itself is not gone before it. So a child asks, which has
-//! no descriptor but that of its answer, and is left to itself where it gets none.
+//! no descriptor but that of its answer, and is killed where it gets none. One that the kernel has
+//! waiting for the server ends when the server answers, or does.
 //!
 //! It is forked, and executes nothing: in another mount namespace every program is that namespace's
 //! owner's, and a daemon's capabilities end where it executes one.
@@ -18,6 +19,7 @@ use gpunvme_blockdev::{OpenMode, path_of, split_names};
 use gpunvme_programs::claim::{ClaimError, await_release, has_writer};
 use gpunvme_programs::members;
 use gpunvme_programs::mounts::{self, Mount};
+use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork, getgrouplist};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -28,7 +30,7 @@ use rustix::thread::{
     CapabilitySet, CapabilitySets, set_capabilities, set_thread_groups, set_thread_res_gid, set_thread_res_uid,
 };
 
-/// How long a child that has answered may take to end.
+/// How long a child that has answered, or was killed, may take to end.
 const END_LIMIT: Duration = Duration::from_millis(100);
 const YES: &[u8] = b"yes";
 const NO: &[u8] = b"no";
@@ -174,11 +176,16 @@ fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> io::Result<Option
         ForkResult::Parent { child } => {
             drop(writer);
             let answer = read_answer(reader, limit);
-            // One that waits still is left to itself.
-            reap(child, if answer.is_some() { END_LIMIT } else { Duration::ZERO });
+            if answer.is_none() {
+                // It opens no device any more, and keeps none from others.
+                let _ = kill(child, Signal::SIGKILL);
+            }
+            reap(child, END_LIMIT);
             Ok(answer)
         }
         ForkResult::Child => {
+            // A daemon has signals blocked that its own thread takes.
+            let _ = SigSet::empty().thread_set_mask();
             // What it holds could not be had by others for as long as it waits: files, locks, the
             // pipe behind standard output, the working directory.
             let has_answer = rustix::stdio::dup2_stdin(&writer).is_ok() && rustix::process::chdir("/").is_ok();
@@ -246,14 +253,19 @@ mod tests {
     }
 
     #[test]
-    fn a_child_answers_or_is_left_to_itself() {
+    fn a_child_answers_or_is_killed() {
         assert_eq!(apart(Duration::from_secs(60), |answer| answer(b"7")).unwrap(), Some(b"7".to_vec()));
         assert_eq!(apart(Duration::from_secs(60), |_| ()).unwrap(), None);
         let begun = Instant::now();
+        let (alive, its_end) = io::pipe().unwrap();
         let silent = apart(Duration::from_millis(50), |_| {
-            let _ = rustix::thread::nanosleep(&Timespec { tv_sec: 5, tv_nsec: 0 });
+            // The pipe has an end in this process as long as that lives.
+            let _kept = rustix::stdio::dup2_stdout(&its_end);
+            let _ = rustix::thread::nanosleep(&Timespec { tv_sec: 20, tv_nsec: 0 });
         });
         assert_eq!(silent.unwrap(), None);
-        assert!(begun.elapsed() < Duration::from_secs(4));
+        drop(its_end);
+        assert_eq!((&alive).read(&mut [0; 1]).unwrap(), 0, "the child is gone");
+        assert!(begun.elapsed() < Duration::from_secs(10));
     }
 }

@@ -9,15 +9,16 @@ use gpunvme_engine::Corrupt;
 use parking_lot::Mutex;
 use rustix::mount::{MountFlags, UnmountFlags};
 
-use super::attachment::{self, AttachError, Attachment, attach};
+use super::attachment::{self, AttachError, attach};
 use super::error::MountError;
 use super::last_word::LastWord;
 use super::lifecycle::Lifecycle;
 use super::options::Options;
+use super::place::MountPoint;
 use super::question::{self, Found};
 use super::settings::Transport;
 use super::superblock::{self, Superblock, Unclaimed};
-use super::{filter, mount_point, privileges, readahead, release_dead_mounts};
+use super::{filter, privileges, readahead, release_dead_mounts};
 use crate::front::{self, Session, Workers};
 use gpunvme_engine::data::{self, Filesystem};
 use gpunvme_engine::error::FsError;
@@ -76,7 +77,8 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         .for_each(|name| release_dead_mounts(name, |mount| question::is_dead(mount, ASKED_LIMIT) == Some(Found::Yes)));
     // What applications are told: the members, by their numbers, are those of this name.
     let name = if device.stripe().is_some() { device.name().to_owned() } else { options.device.clone() };
-    let dir = mount_point(&options.dir)?;
+    let point = MountPoint::of(&options.dir)?;
+    let dir = point.dir();
 
     let completions = Workers::new("completion", COMPLETION_THREADS)
         .map_err(|error| MountError::System(format!("starting a thread: {error}")))?;
@@ -84,12 +86,9 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     let fs = open_filesystem(device, options, completions).map_err(|error| failed(options, &error))?;
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);
-    let request = attachment::Request { dir: &dir, source: &options.device, flags, allow_other: settings.allow_other };
+    let request = attachment::Request { point: &point, source: &options.device, flags, allow_other: settings.allow_other };
     let attach = move || match superblock {
-        Ok(superblock) => {
-            let (connection, device) = superblock.attach(request.dir)?;
-            Ok((connection, Attachment::find(request.dir, request.source, Some(device))?))
-        }
+        Ok(superblock) => superblock.attach(request.point, request.source),
         Err(unclaimed) => {
             let attached = attach(&request)?;
             if let Unclaimed::Refused(why) = unclaimed {
@@ -108,12 +107,15 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         log,
     };
     let session = lifecycle.go_live(|| {
-        let (connection, mount) = attach().map_err(|error: AttachError| cannot_mount(&dir, &error))?;
+        let (connection, mount) = attach().map_err(|error: AttachError| {
+            attachment::take_back(&point, &options.device);
+            cannot_mount(dir, &error)
+        })?;
         let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {
             // The connection is closed, so a mount that stays behind would only answer with
             // errors.
             let _ = mount.release(UnmountFlags::DETACH);
-            cannot_mount(&dir, &error)
+            cannot_mount(dir, &error)
         })?;
         session.is_device(mount.dev());
         readahead::raise(mount.dev());
@@ -131,6 +133,7 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         let _ = fs.close();
     })?;
     tracing::info!("{} mounted on {}", options.device, dir.display());
+    drop(point);
 
     let ended = session.join();
     let claim = lifecycle.ended(ended.is_awaited());
@@ -176,7 +179,7 @@ fn open_filesystem(
 /// Why the mount would fail.
 pub fn check(options: &Options) -> Result<(), MountError> {
     let device = open(options, OpenMode::ReadOnly)?;
-    mount_point(&options.dir)?;
+    MountPoint::of(&options.dir)?;
     match gpunvme_engine::probe(&device) {
         Ok(Some(_)) => Ok(()),
         Ok(None) => Err(MountError::Failed("no gpunvme filesystem is here: mkfs.gpunvme makes one".to_owned())),

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use gpunvme_blockdev::{Error, OpenMode, path_of, split_names};
 use gpunvme_programs::claim::{ClaimError, has_users};
 use gpunvme_programs::members::{self, ClaimedBy};
-use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+use rustix::fs::{AtFlags, StatxFlags, statx};
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MoveMountFlags, fsconfig_create_exclusive, fsconfig_set_flag,
@@ -22,8 +22,9 @@ use rustix::mount::{
 };
 use rustix::process::{getegid, geteuid};
 
-use super::attachment::{AttachError, open_connection};
+use super::attachment::{AttachError, Attachment, open_connection};
 use super::options::Options;
+use super::place::MountPoint;
 use super::{privileges, release_dead_mounts};
 
 /// Bytes of a block of the volume, which the kernel is to count in.
@@ -169,13 +170,14 @@ impl Superblock {
         Some(rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor))
     }
 
-    /// Attaches it to a directory. Returns the connection to the kernel, and the device.
+    /// Attaches it to a directory. Returns the connection to the kernel, and where the mount is.
     ///
     /// # Errors
-    /// Those of move_mount(2).
-    pub fn attach(self, dir: &Path) -> rustix::io::Result<(OwnedFd, PathBuf)> {
-        move_mount(&self.mount, "", CWD, dir, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
-        Ok((self.connection, self.device))
+    /// Those of move_mount(2), and of [`Attachment::find`].
+    pub fn attach(self, point: &MountPoint, source: &str) -> Result<(OwnedFd, Attachment), AttachError> {
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        move_mount(&self.mount, "", point, "", flags)?;
+        Ok((self.connection, Attachment::find(point, source, Some(self.device))?))
     }
 }
 

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use clap::Parser;
 use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::mount::UnmountFlags;
 
-use super::attachment::is_at_its_place;
 use super::error::MountError;
 use super::last_word::Awaited;
+use super::place::Place;
 use super::question::{Found, Question, is_dead};
 use super::utab;
 use gpunvme_programs::mounts::Mount;
@@ -71,12 +71,12 @@ impl Arguments {
     /// Unmounts as these arguments say.
     pub(super) fn unmount(&self) -> Result<(), MountError> {
         let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
-        let mount = uppermost(&dir).map_err(|error| self.failed(&error))?;
+        let (place, mount) = uppermost(&dir).map_err(|error| self.failed(&error))?;
         if !mount.is_ours() {
             return Err(self.failed(&"not the mount of a gpunvme volume"));
         }
         let others = elsewhere(&mount);
-        let result = self.take_down(&mount, &others);
+        let result = self.take_down(&place, &mount, &others);
         if self.namespace.is_none() {
             change_entries(&mount, &others, result.is_ok() && utab::is_called_by("umount"));
         }
@@ -87,13 +87,13 @@ impl Arguments {
         MountError::Failed(format!("{}: {why}", self.dir.display()))
     }
 
-    fn take_down(&self, mount: &Mount, others: &[Mount]) -> Result<(), MountError> {
-        let mut flags = UnmountFlags::NOFOLLOW;
+    fn take_down(&self, place: &Place, mount: &Mount, others: &[Mount]) -> Result<(), MountError> {
+        let mut flags = UnmountFlags::empty();
         flags.set(UnmountFlags::DETACH, self.lazy);
         flags.set(UnmountFlags::FORCE, self.force);
         // In another namespace `fusermount3` would be a program of that namespace's owner.
         let by_helper = self.namespace.is_none();
-        let detach = || release(&mount.dir, flags, by_helper);
+        let detach = || release(place, flags, by_helper);
         let why_not = |error: ReleaseError| self.failed(&error.of(mount, self.force));
         // umount(2) of such a mount waits for its daemon, unless the mount is in use. A question
         // without an answer keeps it in use: so it is asked before `-l` too.
@@ -155,9 +155,11 @@ impl Arguments {
 
 /// The mount that the directory shows: of several on it the uppermost, which need not be the
 /// newest.
-fn uppermost(dir: &Path) -> io::Result<Mount> {
+fn uppermost(dir: &Path) -> io::Result<(Place, Mount)> {
     let missing = || io::Error::new(io::ErrorKind::NotFound, "nothing is mounted there");
-    Mount::all()?.into_iter().find(|mount| mount.dir == dir && is_at_its_place(mount)).ok_or_else(missing)
+    let place = Place::of(dir).map_err(|_| missing())?;
+    let found = Mount::all()?.into_iter().find(|mount| mount.dir == dir && place.shows(mount));
+    found.map(|mount| (place, mount)).ok_or_else(missing)
 }
 
 /// Asks of a mount's devices, within a limit.
@@ -277,18 +279,18 @@ impl ReleaseError {
     }
 }
 
-/// Unmounts `dir`. Where only root may do so by itself, fusermount3 does it, if it may; it knows no
-/// other flag than [`UnmountFlags::DETACH`].
-pub(super) fn release(dir: &Path, flags: UnmountFlags, by_helper: bool) -> Result<(), ReleaseError> {
-    match unmount(dir, flags) {
+/// Unmounts what a place shows. Where only root may do so by itself, fusermount3 does it, if it
+/// may; it knows no other flag than [`UnmountFlags::DETACH`].
+pub(super) fn release(place: &Place, flags: UnmountFlags, by_helper: bool) -> Result<(), ReleaseError> {
+    match place.unmount(flags) {
         Err(Errno::PERM) if by_helper => {
-            let mounted = Mount::on(dir);
+            let mounted = Mount::on(place.dir());
             let mut helper = Command::new("fusermount3");
             helper.args(["-u", "-q"]);
             if flags.contains(UnmountFlags::DETACH) {
                 helper.arg("-z");
             }
-            let mut child = helper.arg("--").arg(dir).spawn().map_err(ReleaseError::NoHelper)?;
+            let mut child = helper.arg("--").arg(place.dir()).spawn().map_err(ReleaseError::NoHelper)?;
             // If its exit code cannot be had, the mount table tells.
             let is_gone = || mounted.is_ok_and(|mount| is_gone(&mount));
             match child.wait().map_or_else(|_| is_gone(), |status| status.success()) {

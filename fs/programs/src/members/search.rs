@@ -82,7 +82,9 @@ fn candidates(path: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = if own.file_type().is_block_device() {
         block_devices()
     } else {
-        names(path.parent().unwrap_or(Path::new("."))).map(|entry| entry.path()).collect()
+        // What else lies there may be the mount of a server that does not answer.
+        let is_file = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_file());
+        names(path.parent().unwrap_or(Path::new("."))).filter(is_file).map(|entry| entry.path()).collect()
     };
     let is_own = |other: &fs::Metadata| match own.file_type().is_block_device() {
         true => other.rdev() == own.rdev(),
