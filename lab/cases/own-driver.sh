@@ -17,6 +17,7 @@ guest() {
     check "mounting" mounted $device /mnt
     check "copying files in" tree_copied /mnt
     check "unbinding is refused while mounted" refused 1 "in use" vfio unbind $SSD
+    check "a child of the daemon would not keep the controller" keeps_registers_from_children "$(daemon /mnt)"
     check "a second user is refused" refused 8 "already mounted" fsck.gpunvme -n $device
     check "unmounting" unmounted /mnt
     check "fsck" fsck.gpunvme -n $device
@@ -36,6 +37,11 @@ guest() {
     check "mounting what the kernel wrote" mounted $device /mnt
     check "comparing what the kernel wrote" tree_intact /mnt/kernel
     check "unmounting at last" unmounted /mnt
+}
+
+# What is mapped of the controller is not mapped in a child.
+keeps_registers_from_children() {
+    awk '/^[0-9a-f]+-/ { bar = /vfio/ } bar && /^VmFlags/ { found = 1; kept = kept || !/ dc/ } END { exit !found || kept }' "/proc/$1/smaps"
 }
 
 verify() {
