@@ -2,8 +2,7 @@
 //!
 //! A thread that waits for a FUSE server, which any user may write, cannot be ended. It holds what
 //! its process has open, and the process itself is not gone before it. So a child asks, which has
-//! no descriptor but that of its answer, and is killed where it gets none. One that the kernel has
-//! waiting for the server ends when the server answers, or does.
+//! no descriptor but that of its answer.
 //!
 //! It is forked, and executes nothing: in another mount namespace every program is that namespace's
 //! owner's, and a daemon's capabilities end where it executes one.
@@ -37,6 +36,16 @@ const NO: &[u8] = b"no";
 const MOUNTED: &[u8] = b"mounted";
 /// What is behind an answer.
 const END: u8 = 0;
+
+/// What becomes of a child that has no answer in time.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Late {
+    /// It is killed, so that it keeps no device from others that it gets after all. One that the
+    /// kernel has waiting for a server ends with that.
+    IsKilled,
+    /// It goes on, and has the mount in use that it asks.
+    IsLeft,
+}
 
 /// What is asked of the devices that a mount has as its source. To be asked by a process of one
 /// thread.
@@ -74,7 +83,7 @@ impl Question {
         if user.is_some() && split_names(&device).into_iter().any(|name| path_of(name).is_none()) {
             return Some(Found::Unknown(format!("{device} is opened for its own user alone")));
         }
-        found(apart(limit, |answer| {
+        found(apart(limit, Late::IsKilled, |answer| {
             let rights = user.map_or(Ok(()), |user| take_rights(user, of.group.unwrap_or(user)));
             let found = match rights {
                 Ok(()) => self.answer(&device),
@@ -131,12 +140,12 @@ impl Found {
 }
 
 /// Whether the daemon of a mount has gone without unmounting it; `None` where it does not answer
-/// within `limit`, as one that was stopped. While that one does not, umount(8) finds its mount in
-/// use.
+/// within `limit`, as one that was stopped. While that one does not, its mount is in use: umount(8)
+/// refuses, and `umount -l` is not the one that waits for its end.
 pub fn is_dead(mount: &Mount, limit: Duration) -> Option<Found> {
     let dir = CString::new(mount.dir.as_os_str().as_bytes()).ok()?;
     // By system calls alone: this process may have further threads.
-    found(apart(limit, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO })))
+    found(apart(limit, Late::IsLeft, |answer| answer(if mounts::is_dead(&*dir) { YES } else { NO })))
 }
 
 fn found(answer: io::Result<Option<Vec<u8>>>) -> Option<Found> {
@@ -163,12 +172,12 @@ fn take_rights(user: u32, group: u32) -> rustix::io::Result<()> {
 }
 
 /// What `ask` passes to the function that it is given, in a child; `None` where there is nothing
-/// within `limit`. Where this process has several threads, `ask` makes nothing but system calls.
+/// within `limit`, and `late` says what follows. Where this process has several threads, `ask` makes nothing but system calls.
 ///
 /// # Errors
 /// The system has no pipe or no process to give.
 #[allow(unsafe_code)]
-fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> io::Result<Option<Vec<u8>>> {
+fn apart(limit: Duration, late: Late, ask: impl FnOnce(&dyn Fn(&[u8]))) -> io::Result<Option<Vec<u8>>> {
     let (reader, writer) = io::pipe()?;
     // SAFETY: the child makes system calls alone until `ask`, which is as this function demands of
     // it: so nothing is used that another thread may have left in the middle of something.
@@ -176,11 +185,8 @@ fn apart(limit: Duration, ask: impl FnOnce(&dyn Fn(&[u8]))) -> io::Result<Option
         ForkResult::Parent { child } => {
             drop(writer);
             let answer = read_answer(reader, limit);
-            if answer.is_none() {
-                // It opens no device any more, and keeps none from others.
-                let _ = kill(child, Signal::SIGKILL);
-            }
-            reap(child, END_LIMIT);
+            let is_killed = answer.is_none() && late == Late::IsKilled && kill(child, Signal::SIGKILL).is_ok();
+            reap(child, if answer.is_some() || is_killed { END_LIMIT } else { Duration::ZERO });
             Ok(answer)
         }
         ForkResult::Child => {
@@ -254,11 +260,11 @@ mod tests {
 
     #[test]
     fn a_child_answers_or_is_killed() {
-        assert_eq!(apart(Duration::from_secs(60), |answer| answer(b"7")).unwrap(), Some(b"7".to_vec()));
-        assert_eq!(apart(Duration::from_secs(60), |_| ()).unwrap(), None);
+        assert_eq!(apart(Duration::from_secs(60), Late::IsKilled, |answer| answer(b"7")).unwrap(), Some(b"7".to_vec()));
+        assert_eq!(apart(Duration::from_secs(60), Late::IsKilled, |_| ()).unwrap(), None);
         let begun = Instant::now();
         let (alive, its_end) = io::pipe().unwrap();
-        let silent = apart(Duration::from_millis(50), |_| {
+        let silent = apart(Duration::from_millis(50), Late::IsKilled, |_| {
             // The pipe has an end in this process as long as that lives.
             let _kept = rustix::stdio::dup2_stdout(&its_end);
             let _ = rustix::thread::nanosleep(&Timespec { tv_sec: 20, tv_nsec: 0 });
