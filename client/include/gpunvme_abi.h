@@ -85,8 +85,12 @@ struct gpunvme_info {
 	uint32_t reason;                 /* out: why that is not p2p */
 	uint64_t stripe_unit;            /* out: 0 where there is one device */
 	uint32_t sets;                   /* out: of devices, one behind the other */
+	uint32_t commit;                 /* out: seconds between two commits of the journal */
+	uint64_t cache;                  /* out: bytes for metadata */
+	uint64_t write_buffer;           /* out: bytes for small writes */
+	uint32_t threads;                /* out: loops that take the kernel's requests */
 	uint32_t reserved2;
-	uint64_t reserved[6];
+	uint64_t reserved[3];
 	char label[64];                  /* out */
 	char socket[112];                /* out: path of the registration socket, or empty */
 	char device[256];                /* out */
@@ -98,6 +102,7 @@ struct gpunvme_info {
 #define GPUNVME_FEATURE_IO_URING_REFUSED        (1ull << 2)
 #define GPUNVME_FEATURE_IO_URING_NOT_OFFERED    (1ull << 3)
 #define GPUNVME_FEATURE_IO_URING_NOT_REGISTERED (1ull << 4)
+#define GPUNVME_FEATURE_DISCARD  (1ull << 5) /* the device is told of blocks that files gave up */
 
 /* REGISTER: on any file or directory of the mount, and over the socket. */
 struct gpunvme_register {

@@ -15,6 +15,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 use zerocopy::{FromBytes, IntoBytes};
 
 /// A mounted volume.
@@ -40,6 +41,16 @@ pub struct Info {
     pub read_only: bool,
     /// How the kernel's requests come to the daemon.
     pub transport: Transport,
+    /// Loops that take them.
+    pub threads: u32,
+    /// Bytes of the metadata cache.
+    pub cache: u64,
+    /// Bytes of small writes that wait in the daemon's memory.
+    pub write_buffer: u64,
+    /// Time between two commits of the journal.
+    pub commit: Duration,
+    /// Whether the device is told of blocks that files gave up.
+    pub discard: bool,
     /// Bytes that the volume can hold.
     pub capacity: u64,
     /// Bytes of it that are free.
@@ -148,6 +159,11 @@ impl Info {
             daemon: abi::get_text(&info.daemon),
             read_only: features.contains(Features::READ_ONLY),
             transport: Transport::of(features),
+            threads: info.threads,
+            cache: info.cache,
+            write_buffer: info.write_buffer,
+            commit: Duration::from_secs(info.commit.into()),
+            discard: features.contains(Features::DISCARD),
             capacity: info.capacity,
             free: info.free,
             block_size: info.block_size,

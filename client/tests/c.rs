@@ -45,7 +45,7 @@ fn the_header_is_the_abi() {
     let program = &mut source;
     layout! { program,
         abi::Info as "gpunvme_info" { version, flags, magic, features, uuid, capacity, free, max_transfer, max_buffer_bytes, max_buffers,
-            max_segments, block_size, logical_block, memory_alignment, devices, route, reason, stripe_unit, sets, reserved2, reserved, label, socket, device, daemon }
+            max_segments, block_size, logical_block, memory_alignment, devices, route, reason, stripe_unit, sets, commit, cache, write_buffer, threads, reserved2, reserved, label, socket, device, daemon }
         abi::Register as "gpunvme_register" { version, flags, fd, reserved, len, buffer, route, reason, reserved2 }
         abi::Unregister as "gpunvme_unregister" { version, flags, buffer }
         abi::Resolve as "gpunvme_resolve" { version, flags, offset, len, next, file_size, capacity, count }

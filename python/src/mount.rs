@@ -81,6 +81,11 @@ impl Mount {
         of.set_item("uuid", uuid)?;
         of.set_item("daemon", info.daemon)?;
         of.set_item("read_only", info.read_only)?;
+        of.set_item("threads", info.threads)?;
+        of.set_item("cache", info.cache)?;
+        of.set_item("write_buffer", info.write_buffer)?;
+        of.set_item("commit", info.commit.as_secs())?;
+        of.set_item("discard", info.discard)?;
         of.set_item("capacity", info.capacity)?;
         of.set_item("free", info.free)?;
         of.set_item("block_size", info.block_size)?;

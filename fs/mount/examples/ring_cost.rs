@@ -81,6 +81,9 @@ fn mount(volume: &Arc<Filesystem>, dir: &Path) -> Result<Session, Box<dyn Error>
         loops,
         io_uring: false,
         commit: Duration::from_secs(5),
+        cache: 256 << 20,
+        write_buffer: 64 << 20,
+        discard: false,
         log: Arc::new(NoLog),
     };
     let session = Session::start(volume.clone(), connection, &settings)?;

@@ -66,5 +66,7 @@ bitflags! {
         const IO_URING_NOT_OFFERED = 1 << 3;
         /// They were to, and the kernel refused a queue.
         const IO_URING_NOT_REGISTERED = 1 << 4;
+        /// The device is told of blocks that files gave up.
+        const DISCARD = 1 << 5;
     }
 }

@@ -79,10 +79,18 @@ wire! {
         /// Out: sets of devices, one behind the other: the volume was given all but the first while
         /// it was in use.
         sets: u32,
+        /// Out: seconds between two commits of the journal.
+        commit: u32,
+        /// Out: bytes of the metadata cache.
+        cache: u64,
+        /// Out: bytes of small writes that wait in memory.
+        write_buffer: u64,
+        /// Out: loops that take the kernel's requests.
+        threads: u32,
         /// Out: zero.
         reserved2: u32,
         /// Out: zero.
-        reserved: [u64; 6],
+        reserved: [u64; 3],
         /// Out: label of the volume.
         label: [u8; 64],
         /// Out: path of the registration socket, in the daemon's mount namespace; empty where

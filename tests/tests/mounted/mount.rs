@@ -290,6 +290,10 @@ fn mount_8_finds_the_helper_and_fstab_works() {
         test "$(cat "$DIR/file")" = "through mount"
         grep -q "$DIR fuse.gpunvme ro,.*nodev" /proc/self/mounts
         mount -o remount,rw "$DIR" && touch "$DIR/file"
+        mount -o remount,threads=2,nodiscard "$DIR" 2>"$SBIN/kept"
+        test ! -s "$SBIN/kept"
+        mount -o remount,threads=3,commit=9,cache=128M,discard "$DIR" 2>"$SBIN/kept"
+        grep -q "$DIR: still cache=256M, threads=2, commit=5, nodiscard: unmount it" "$SBIN/kept"
         umount "$DIR"
         echo "$IMAGE $DIR gpunvme ro,noauto 0 0" > "$SBIN/fstab"
         mount -T "$SBIN/fstab" "$DIR"

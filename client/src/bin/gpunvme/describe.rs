@@ -22,6 +22,11 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
         "read_only": info.read_only,
         "transport": info.transport.name(),
         "transport_refusal": info.transport.refusal(),
+        "threads": info.threads,
+        "cache": info.cache,
+        "write_buffer": info.write_buffer,
+        "commit": info.commit.as_secs(),
+        "discard": info.discard,
         "capacity": info.capacity,
         "free": info.free,
         "block_size": info.block_size,
@@ -50,6 +55,16 @@ pub fn info(path: &Path) -> Result<Report, Failure> {
     report.line("mounted", format!("{}, by {}", if info.read_only { "read-only" } else { "read-write" }, info.daemon));
     let refusal = info.transport.refusal().map(|refusal| format!(": {refusal}")).unwrap_or_default();
     report.line("transport", format!("{}{refusal}", info.transport.name()));
+    let (cache, write_buffer) = (report::size(info.cache), report::size(info.write_buffer));
+    report.line(
+        "settings",
+        format!(
+            "cache {cache}, write buffer {write_buffer}, commit {} s, {} threads{}",
+            info.commit.as_secs(),
+            info.threads,
+            if info.discard { ", discard" } else { "" }
+        ),
+    );
     report.line("capacity", format!("{}, {} free", report::size(info.capacity), report::size(info.free)));
     report.line("blocks", format!("{} bytes, on logical blocks of {}", info.block_size, info.logical_block));
     report.line("memory", format!("goes direct when aligned to {} bytes", info.memory_alignment));

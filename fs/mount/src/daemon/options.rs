@@ -71,6 +71,8 @@ pub struct Options {
     pub dir: PathBuf,
     /// Settings of the daemon.
     pub settings: Settings,
+    /// Those of them that the command line has.
+    pub asked: Partial,
     /// The kernel's flags of the mount (`nodev`, `nosuid`, ...), without `ro`.
     pub flags: MountFlags,
     /// Stay in the foreground and log to stderr.
@@ -142,7 +144,7 @@ impl Options {
         }
         let config = Partial::from_config(list.config.as_deref())?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let settings = list.partial.over(config).complete(rustix::process::geteuid().is_root(), cores)?;
+        let settings = list.partial.clone().over(config).complete(rustix::process::geteuid().is_root(), cores)?;
         // A remount is one of what is on the directory, whatever its device is called.
         let device = match list.remount {
             true => arguments.device,
@@ -153,6 +155,7 @@ impl Options {
             others: list.others,
             dir: arguments.dir,
             settings,
+            asked: list.partial,
             flags: list.flags,
             foreground: arguments.foreground || list.foreground,
             remount: list.remount,

@@ -172,7 +172,8 @@ fn take_rights(user: u32, group: u32) -> rustix::io::Result<()> {
 }
 
 /// What `ask` passes to the function that it is given, in a child; `None` where there is nothing
-/// within `limit`, and `late` says what follows. Where this process has several threads, `ask` makes nothing but system calls.
+/// within `limit`, and `late` says what follows. Where this process has several threads, `ask`
+/// makes nothing but system calls.
 ///
 /// # Errors
 /// The system has no pipe or no process to give.

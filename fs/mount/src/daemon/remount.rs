@@ -1,8 +1,12 @@
 //! `mount -o remount`: the kernel's flags of a live mount change, `ro` and `rw` above all. The
-//! daemon goes on as it was started, and writes down what it has.
+//! daemon goes on as it was started, and writes down what it has. Where it was started with other
+//! settings than the command line has, that is said.
 
 use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::Path;
 
+use gpunvme_abi::{Command, Features, INFO_MAGIC, Info};
 use rustix::fs::removexattr;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount_remount};
@@ -10,7 +14,9 @@ use rustix::mount::{MountFlags, mount_remount};
 use super::error::MountError;
 use super::options::Options;
 use super::place::MountPoint;
+use super::settings::{Partial, Size};
 use gpunvme_programs::mounts::Mount;
+use gpunvme_programs::terminal::complain;
 
 /// An attribute that no file has.
 const NONE: &str = "user.gpunvme.none";
@@ -41,5 +47,41 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
         // over when it answers this.
         File::open(&path).and_then(|dir| dir.sync_all()).map_err(|error| failed(&error))?;
     }
+    let kept = info(&path).map(|info| kept(&options.asked, &info)).unwrap_or_default();
+    if !kept.is_empty() {
+        let kept = kept.join(", ");
+        complain(format_args!("mount.gpunvme: {}: still {kept}: unmount it, and mount it so, to change that", dir.display()));
+    }
     Ok(())
+}
+
+/// The settings of a daemon that are not as the command line has them.
+fn kept(asked: &Partial, has: &Info) -> Vec<String> {
+    let is_other = |name: &str, asked: Option<u64>, has: u64, shown: String| {
+        asked.is_some_and(|asked| asked != has).then(|| format!("{name}={shown}"))
+    };
+    let size = |name, asked: Option<Size>, has| is_other(name, asked.map(|size| size.0), has, Size(has).to_string());
+    let number = |name, asked, has| is_other(name, asked, has, has.to_string());
+    let discard = Features::from_bits_truncate(has.features).contains(Features::DISCARD);
+    let discard = asked.discard.filter(|asked| *asked != discard).map(|_| if discard { "discard" } else { "nodiscard" });
+    [
+        size("cache", asked.cache, has.cache),
+        size("write_buffer", asked.write_buffer, has.write_buffer),
+        number("threads", asked.threads.map(|threads| threads as u64), has.threads.into()),
+        number("commit", asked.commit, has.commit.into()),
+        discard.map(str::to_owned),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// What the daemon of a mount says of itself, if it says its settings.
+fn info(dir: &Path) -> Option<Info> {
+    let (dir, mut info) = (File::open(dir).ok()?, Info::default());
+    // SAFETY: the descriptor is open, and the kernel writes as many bytes as the number of the
+    // ioctl says, which are those of the structure; all of its values are valid.
+    #[allow(unsafe_code)]
+    let result = unsafe { libc::ioctl(dir.as_raw_fd(), Command::Info.request(0).into(), &mut info) };
+    (result == 0 && info.magic == INFO_MAGIC && info.cache > 0).then_some(info)
 }

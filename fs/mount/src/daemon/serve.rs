@@ -103,6 +103,9 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
         loops: settings.threads,
         io_uring: settings.transport == Transport::IoUring,
         commit: settings.commit,
+        cache: settings.cache,
+        write_buffer: settings.write_buffer,
+        discard: settings.discard,
         devices,
         log,
     };

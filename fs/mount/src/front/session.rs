@@ -73,7 +73,7 @@ impl Session {
             transfers,
             plan_budget: Arc::default(),
             snapshot_budget: SnapshotBudget::default(),
-            direct: Endpoint::new(&fs, &settings.device, serving_threads)?,
+            direct: Endpoint::new(&fs, settings, serving_threads)?,
             mount_state: MountState::new()?,
             kernel: OnceLock::new(),
             log: settings.log.clone(),

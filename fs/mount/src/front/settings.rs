@@ -47,6 +47,12 @@ pub struct Settings {
     pub io_uring: bool,
     /// Time between two commits of the journal.
     pub commit: Duration,
+    /// Bytes of the metadata cache, as the filesystem was opened with.
+    pub cache: u64,
+    /// Bytes of small writes that wait in memory, likewise.
+    pub write_buffer: u64,
+    /// Whether the device is told of blocks that files gave up, likewise.
+    pub discard: bool,
     /// The devices under the volume.
     pub devices: Arc<dyn Devices>,
     /// The daemon's log.

@@ -18,6 +18,7 @@ use gpunvme_gpupath::socket::Listener;
 use gpunvme_metrics::Reading;
 use gpunvme_metrics::activity::{Actor, Done};
 
+use super::super::settings::Settings;
 use super::sockets;
 use gpunvme_engine::BLOCK_SIZE;
 use gpunvme_engine::data::Filesystem;
@@ -41,6 +42,8 @@ pub(crate) struct Endpoint {
     /// root's rights: then processes register by ioctl only.
     socket: Option<Listener>,
     device: String,
+    /// What `INFO` tells of the settings.
+    settings: Info,
     /// How the kernel's requests come, which is known once they do.
     serving: OnceLock<Serving>,
     since: Instant,
@@ -53,18 +56,27 @@ struct Serving {
 }
 
 impl Endpoint {
-    /// The direct path to a filesystem, whose device the user called `device`. Up to
-    /// `serving_threads` threads serve rings.
+    /// The direct path to a filesystem with these settings. Up to `serving_threads` threads serve
+    /// rings.
     ///
     /// # Errors
     /// If the system has no thread or descriptor to give.
-    pub fn new(fs: &Filesystem, device: &str, serving_threads: usize) -> io::Result<Endpoint> {
+    pub fn new(fs: &Filesystem, settings: &Settings, serving_threads: usize) -> io::Result<Endpoint> {
         let registry = Registry::new(fs.volume().device().clone(), Limits::default())?;
         let server = Arc::new(Server::new(registry)?);
         let socket = sockets::listen(fs.volume().superblock().volume_uuid(), server.clone());
         let socket = socket.inspect_err(|error| error.log("there is no registration socket")).ok();
         let rings = Rings::new(server.clone(), fs.volume().io().clone(), serving_threads)?;
-        Ok(Endpoint { server, rings, socket, device: device.to_owned(), serving: OnceLock::new(), since: Instant::now() })
+        let device = settings.device.clone();
+        let settings = Info {
+            features: if settings.discard { abi::Features::DISCARD } else { abi::Features::empty() }.bits(),
+            commit: settings.commit.as_secs() as u32,
+            cache: settings.cache,
+            write_buffer: settings.write_buffer,
+            threads: settings.loops as u32,
+            ..Info::default()
+        };
+        Ok(Endpoint { server, rings, socket, device, settings, serving: OnceLock::new(), since: Instant::now() })
     }
 
     /// Notes how the kernel's requests come, and what counts them.
@@ -151,7 +163,7 @@ impl Endpoint {
         };
         let mut info = Info {
             magic: abi::INFO_MAGIC,
-            features: features.bits(),
+            features: features.bits() | self.settings.features,
             uuid: superblock.volume_uuid(),
             capacity: usage.blocks * BLOCK_SIZE as u64,
             free: usage.available * BLOCK_SIZE as u64,
@@ -167,7 +179,7 @@ impl Endpoint {
             sets: stripe.map_or(1, |stripe| stripe.sets() as u32),
             route: route.code(),
             reason: reason.code(),
-            ..Info::default()
+            ..self.settings.clone()
         };
         let path = self.socket.as_ref().map_or(Path::new(""), Listener::path);
         abi::put_text(&mut info.label, &superblock.names.label);
