@@ -4,7 +4,7 @@
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
 use gpunvme_abi::{Command, Reason, Register, Unregister};
-use gpunvme_blockdev::sim::SimController;
+use gpunvme_blockdev::sim::{Effect, Fault, On, SimController};
 use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_gpupath::admission::{Admitted, OpenFile};
 use gpunvme_gpupath::outcome::Outcome;
@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::collections::VecDeque;
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex};
@@ -25,13 +26,18 @@ const LEN: u64 = 64 << 10;
 
 /// Rings on a controller that has so many queues, one of which is for all that is not in rings.
 fn rings(queues: u32, services: usize) -> (Arc<Server>, Rings) {
+    let (_, server, rings) = rings_and_controller(queues, services);
+    (server, rings)
+}
+
+fn rings_and_controller(queues: u32, services: usize) -> (Arc<SimController>, Arc<Server>, Rings) {
     let controller = SimController::new("sim:,memory=16M", OpenMode::ReadWrite).unwrap();
     let device = controller.attach(&format!("queues={queues}")).unwrap();
     assert_eq!(device.geometry().max_queues, queues);
     let server = Arc::new(Server::new(Registry::new(device.clone(), Limits::default()).unwrap()).unwrap());
     server.mounted(any_file().metadata().unwrap().dev());
     let rings = Rings::new(server.clone(), Io::threaded(device, 1).unwrap(), services).unwrap();
-    (server, rings)
+    (controller, server, rings)
 }
 
 fn thread() -> u32 {
@@ -465,4 +471,43 @@ fn nothing_begins_on_a_buffer_that_was_unregistered() {
     assert_eq!((refused.status, refused.reason), (libc::ENOENT, Reason::NoSuchBuffer.code()));
     holding.0.end_one();
     until("the first one does not end", || application.completed() == 2);
+}
+
+/// Its transfers are one request of the device each, of the device's first bytes.
+struct InPlace;
+
+impl OpenFile for InPlace {
+    fn ino(&self) -> u64 {
+        2
+    }
+
+    fn transfer(&self, admitted: Admitted) {
+        admitted.finish(&Outcome::default());
+    }
+
+    fn place(&self, _: Range<u64>, _: bool) -> Option<u64> {
+        Some(0)
+    }
+}
+
+/// The device may write to the memory for as long as it has the command.
+#[test]
+fn the_end_waits_for_what_rings_that_were_given_up_have_in_flight() {
+    let (controller, server, rings) = rings_and_controller(3, 1);
+    let buffer = register(&server);
+    let application = Application::new(&rings, 8);
+    controller.inject(Fault::new(On::Read, Effect::Hold));
+    application.submit(&rings, buffer, Arc::new(InPlace));
+    until("the device does not have it", || controller.stalled() == 1);
+    let unregister = Unregister { buffer, ..Unregister::default() };
+    answer::<Unregister>(&server.unregister(thread(), &unregister));
+    application.detach(&rings);
+    std::thread::scope(|scope| {
+        let ending = scope.spawn(|| rings.end());
+        // Long enough for a thread that does not wait.
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(!ending.is_finished(), "it waits for the device");
+        controller.release();
+    });
+    assert_eq!((controller.unmapped_in_flight(), controller.dma_faults()), (0, vec![]));
 }

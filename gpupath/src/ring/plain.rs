@@ -124,6 +124,11 @@ impl Plain {
         queue.takes_requests() && !self.server.stats.activity().is_watched() && !tracing::enabled!(Level::TRACE)
     }
 
+    /// Whether the device has none of them.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
     /// Takes a submission, if it is such a transfer. Not if this is false.
     pub fn take(&mut self, turn: &mut Turn, ring: &Arc<Ring>, submission: &Submission) -> bool {
         let Some((command, request)) = submission.decode() else { return false };

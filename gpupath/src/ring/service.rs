@@ -160,8 +160,9 @@ impl Service {
             busy = Instant::now();
         }
         // Once a ring says that it is closed its application may use the memory again. Transfers
-        // that end on another thread do not wake this one.
-        while self.rings().iter().any(|ring| ring.load().0 > 0) {
+        // that end on another thread do not wake this one. Those that the device has for rings that
+        // were given up hold their memory, and their blocks, as long as `work` does.
+        while !work.plain.is_idle() || self.rings().iter().any(|ring| ring.load().0 > 0) {
             self.run(&mut work, Wait::Timeout(DRAIN));
         }
     }
