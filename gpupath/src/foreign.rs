@@ -205,7 +205,7 @@ mod tests {
         // Only root may put it there, and elsewhere it would not have the name.
         if let Ok(file) = named {
             file.set_len(4096).unwrap();
-            let refused = Foreign::new(file.into(), 0, &Intake::new()).memory(4096, || false).unwrap_err();
+            let refused = Foreign::new(file.into(), 0, &Intake::new().unwrap()).memory(4096, || false).unwrap_err();
             std::fs::remove_file("/dmabuf:a-file-with-this-name").unwrap();
             assert_eq!(refused, Reason::NotABuffer);
         }

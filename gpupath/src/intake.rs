@@ -5,12 +5,14 @@
 //! for ever: a socket lingers until its peer takes what was sent, a file of a FUSE mount waits for
 //! its server's answer. So there is a fixed number of threads for it, of which each user has a
 //! quota; a user who has used it up is refused before anything more is taken in; and nothing
-//! ever waits for these threads, the end of the mount included.
+//! ever waits for these threads, the end of the mount included. One is always there: where the
+//! system gives no other, what waits is still answered.
 
 use crate::quota::quota;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -40,7 +42,9 @@ type Task = Box<dyn FnOnce(Turn) + Send>;
 
 /// The threads. A clone is another handle to them; they end some time after the last.
 #[derive(Clone)]
-pub(crate) struct Intake(Arc<Shared>);
+pub(crate) struct Intake(Arc<Handle>);
+
+struct Handle(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -59,6 +63,8 @@ struct ThreadPool {
     users: FxHashMap<u32, User>,
     /// Users for whom something waits, in the order of their turns.
     turns: VecDeque<u32>,
+    /// Nothing more will come.
+    ending: bool,
 }
 
 #[derive(Default)]
@@ -80,14 +86,22 @@ enum Work {
 }
 
 impl Intake {
-    pub fn new() -> Intake {
-        Intake(Arc::default())
+    /// # Errors
+    /// If the system has no thread to give.
+    pub fn new() -> io::Result<Intake> {
+        let shared = Arc::new(Shared::default());
+        shared.begin(&mut shared.state.lock())?;
+        Ok(Intake(Arc::new(Handle(shared))))
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.0.0
     }
 
     /// Runs a task for a user, on a thread of its own. It is called here and at once, with
     /// [`Turn::Refused`], where the threads of the quota are stuck or too much waits.
     pub fn run(&self, user: u32, task: impl FnOnce(Turn) + Send + 'static) {
-        let mut state = self.0.state.lock();
+        let mut state = self.shared().state.lock();
         let is_stuck = state.is_stuck(user);
         let of = state.users.entry(user).or_default();
         if is_stuck || of.tasks.len() >= WAITING {
@@ -101,14 +115,14 @@ impl Intake {
 
     /// Closes a descriptor that came from a user's process, without waiting for it.
     pub fn discard(&self, user: u32, fd: OwnedFd) {
-        let mut state = self.0.state.lock();
+        let mut state = self.shared().state.lock();
         state.users.entry(user).or_default().discarded.push_back(fd);
         self.wake(state, user);
     }
 
     /// Descriptors that wait to be closed.
     pub fn discarded(&self) -> usize {
-        self.0.state.lock().users.values().map(|user| user.discarded.len()).sum()
+        self.shared().state.lock().users.values().map(|user| user.discarded.len()).sum()
     }
 
     /// Finds a thread for what was queued for a user.
@@ -117,8 +131,15 @@ impl Intake {
             state.turns.push_back(user);
         }
         state.waiting += 1;
-        self.0.work.notify_one();
-        self.0.staff(&mut state, user);
+        self.shared().work.notify_one();
+        self.shared().staff(&mut state, user);
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.state.lock().ending = true;
+        self.0.work.notify_all();
     }
 }
 
@@ -131,13 +152,18 @@ impl Shared {
         if !missing || state.threads == THREADS {
             return;
         }
-        let shared = self.clone();
-        match std::thread::Builder::new().name("intake".into()).spawn(move || shared.work()) {
-            Ok(_) => state.threads += 1,
-            // The threads there are will come to it; where there is none, the next that is queued
-            // asks again.
-            Err(error) => tracing::warn!(%error, "no thread to take descriptors in on"),
+        if let Err(error) = self.begin(state) {
+            // The threads there are will come to it.
+            tracing::warn!(%error, "no further thread to take descriptors in on");
         }
+    }
+
+    /// Begins a thread.
+    fn begin(self: &Arc<Self>, state: &mut ThreadPool) -> io::Result<()> {
+        let shared = self.clone();
+        std::thread::Builder::new().name("intake".into()).spawn(move || shared.work())?;
+        state.threads += 1;
+        Ok(())
     }
 
     fn work(self: &Arc<Self>) {
@@ -160,11 +186,20 @@ impl Shared {
                 state.ended(user, refused);
                 continue;
             }
+            if state.ending && state.turns.is_empty() {
+                break;
+            }
             state.idle += 1;
-            let patience = if state.turns.is_empty() { IDLE_TIMEOUT } else { LOOK };
-            let late = self.work.wait_for(&mut state, patience).timed_out();
+            let is_over = match (state.turns.is_empty(), state.threads) {
+                (false, _) => self.work.wait_for(&mut state, LOOK).timed_out(),
+                (true, 1) => {
+                    self.work.wait(&mut state);
+                    false
+                }
+                (true, _) => self.work.wait_for(&mut state, IDLE_TIMEOUT).timed_out(),
+            };
             state.idle -= 1;
-            if late && state.turns.is_empty() {
+            if is_over && state.turns.is_empty() && state.threads > 1 {
                 break;
             }
         }
@@ -256,7 +291,7 @@ mod tests {
     #[test]
     fn a_user_whose_threads_are_stuck_is_refused_and_others_are_served() {
         const PATIENCE: Duration = Duration::from_secs(20);
-        let intake = Intake::new();
+        let intake = Intake::new().unwrap();
         let kept = [1000, 1001].map(|user| keep(&intake, user));
         // What waits when it becomes clear that the threads are stuck is refused, and what comes
         // later at once.
@@ -265,11 +300,29 @@ mod tests {
         for user in [1002, 0] {
             assert_eq!(ask(&intake, user).recv_timeout(PATIENCE), Ok(Turn::Taken), "{user}");
         }
-        assert!(intake.0.state.lock().threads <= THREADS);
+        assert!(intake.shared().state.lock().threads <= THREADS);
         drop(kept);
         let since = Instant::now();
         while ask(&intake, 1000).recv_timeout(PATIENCE) != Ok(Turn::Taken) {
             assert!(since.elapsed() < PATIENCE, "a user is refused for ever");
+        }
+    }
+    /// Where the system gives no further thread, what is queued is answered all the same.
+    #[test]
+    fn one_thread_is_there_until_the_last_handle_is_gone() {
+        let intake = Intake::new().unwrap();
+        let threads = |intake: &Intake| intake.shared().state.lock().threads;
+        assert_eq!(threads(&intake), 1);
+        let asked = [0, 1].map(|user| ask(&intake, user));
+        asked.iter().for_each(|answer| assert_eq!(answer.recv(), Ok(Turn::Taken)));
+        std::thread::sleep(IDLE_TIMEOUT + LOOK);
+        assert_eq!(threads(&intake), 1);
+        assert_eq!(ask(&intake, 0).recv(), Ok(Turn::Taken));
+        let (shared, since) = (Arc::downgrade(intake.shared()), Instant::now());
+        drop(intake);
+        while shared.strong_count() > 0 {
+            assert!(since.elapsed() < IDLE_TIMEOUT + LOOK, "a thread stays for ever");
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

@@ -223,7 +223,7 @@ impl Registry {
         // mount.
         let last_id = RandomState::new().build_hasher().finish() >> 1;
         let state = RwLock::new(Tables { last_id, ..Tables::default() });
-        let shared = Arc::new(Shared { device, accounts: Accounts::new(limits), intake: Intake::new(), epoll, state });
+        let shared = Arc::new(Shared { device, accounts: Accounts::new(limits), intake: Intake::new()?, epoll, state });
         let watcher = std::thread::Builder::new().name("buffer-owners".into()).spawn({
             let shared = shared.clone();
             move || shared.watch()
