@@ -8,8 +8,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme::gpu::{Segment, Settings, Transfers};
-use gpunvme::{Error, File, Mount, Ring, Wait};
+use gpunvme::gpu::{Observer, Segment, Settings, Transfers};
+use gpunvme::{Error, File, Mount, Ring, Transfer, Wait};
 use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, from_the_device, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Image, Mounted, text};
@@ -404,6 +404,42 @@ fn transfers_that_end_in_a_callback_wait_for_nothing() {
         let took = took.recv().unwrap();
         assert!(took < Duration::from_millis(500), "it took {took:?}");
         word.word(0).store(1, Ordering::Release);
+        assert_eq!(pending.wait().unwrap().bytes(), MIB);
+        assert!(look(&memory) == bytes);
+    });
+}
+
+/// The stream's thread must not wait for the other one either: that waits for the stream, to give
+/// memory back.
+#[test]
+fn transfers_that_end_in_an_observer_wait_for_nothing() {
+    /// Drops the last handle when the outcome is known, and tells how long that took.
+    struct Last(mpsc::Receiver<Transfers>, mpsc::Sender<Duration>);
+
+    impl Observer for Last {
+        fn ends(&mut self, _: &gpunvme::Result<Transfer>) {
+            let transfers = self.0.recv().unwrap();
+            let begun = Instant::now();
+            drop(transfers);
+            self.1.send(begun.elapsed()).unwrap();
+        }
+    }
+
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let transfers = Transfers::new(&Mount::open(volume.root()).unwrap()).unwrap();
+        // The other thread has memory to give back then.
+        // SAFETY: the memory is this test's.
+        unsafe { transfers.read(&file, &whole(&memory)) }.unwrap();
+        let stream = own_stream(gpu());
+        let ((last, mine), (tell, took)) = (mpsc::channel(), mpsc::channel());
+                // SAFETY: the stream is never destroyed, and the memory is this test's.
+        let pending = unsafe { transfers.read_on_stream_with(&file, &whole(&memory), stream, Last(mine, tell)) }.unwrap();
+        last.send(transfers).unwrap();
+        let took = took.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
+        assert!(took < Duration::from_millis(500), "it took {took:?}");
         assert_eq!(pending.wait().unwrap().bytes(), MIB);
         assert!(look(&memory) == bytes);
     });

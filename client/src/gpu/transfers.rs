@@ -578,16 +578,16 @@ impl fmt::Debug for Transfers {
 impl Drop for Inner {
     fn drop(&mut self) {
         // The last are the worker's and those of windows then, which end when all requests
-        // are done: this may be a callback, and the worker the thread that it runs on.
+        // are done: this may be a callback, which waits for neither thread, as it runs on one.
         self.kernels.get_mut().clear();
-        let worker = self.worker.take().filter(|worker| worker.thread().id() != std::thread::current().id());
         let inline = std::mem::replace(&mut self.inline, InlineExecutors::new(0, 1, self.page_cache.clone()));
         self.mailbox.send(|mail| mail.end = Some(inline));
-        if let Some(streams) = self.streams.get_mut().take().and_then(Arc::into_inner) {
-            streams.end(worker.is_some());
-        }
-        if let Some(worker) = worker {
-            let _ = worker.join(); // a panic there was reported there
+        let streams = self.streams.get_mut().take().and_then(Arc::into_inner).map(Streams::end);
+        let threads = || self.worker.iter().chain(&streams);
+        if threads().all(|thread| thread.thread().id() != std::thread::current().id()) {
+            for thread in streams.into_iter().chain(self.worker.take()) {
+                let _ = thread.join(); // a panic there was reported there
+            }
         }
     }
 }

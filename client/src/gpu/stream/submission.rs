@@ -136,14 +136,12 @@ impl Streams {
         put.map(|()| answer)
     }
 
-    /// Ends the thread when it is done with all requests, and waits for that if `wait` says so.
-    pub fn end(self, wait: bool) {
+    /// Has the thread end when it is done with all requests.
+    pub fn end(self) -> JoinHandle<()> {
         // The thread's are the last then.
         drop(self.windows);
         self.mailbox.send(|mail| mail.end = true);
-        if wait && self.thread.thread().id() != std::thread::current().id() {
-            let _ = self.thread.join(); // a panic there was reported there
-        }
+        self.thread
     }
 }
 
