@@ -31,6 +31,9 @@ mod error;
 mod file;
 pub mod gpu;
 mod host_memory;
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod interrupted;
 mod metrics;
 mod mount;
 mod opening;

@@ -1,10 +1,12 @@
 //! The application's end of the registration socket (`docs/reference/ioctl.md`): one datagram out
 //! with the descriptor, one back.
+//!
+//! It guards that a signal loses no answer: what the daemon then registered would stay so.
 
 use crate::codes::status;
 use crate::sys;
 use gpunvme_abi::{Command, Grant, Message, Register};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
@@ -43,9 +45,9 @@ fn exchange<T: IntoBytes + FromBytes + Immutable + Default>(
     let fds = [descriptor];
     assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)), "the space was made for one descriptor");
     let parts = [IoSlice::new(message.as_bytes()), IoSlice::new(request.as_bytes())];
-    rustix::net::sendmsg(&socket, &parts, &mut ancillary, SendFlags::NOSIGNAL)?;
+    retry_on_intr(|| rustix::net::sendmsg(&socket, &parts, &mut ancillary, SendFlags::NOSIGNAL))?;
     let mut answer = vec![0u8; size_of::<Message>() + size_of::<T>()];
-    let (_, len) = rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty())?;
+    let (_, len) = retry_on_intr(|| rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty()))?;
     let (message, answer) = Message::read_from_prefix(&answer[..len]).map_err(|_| Errno::CONNRESET)?;
     Ok((status(message.status), T::read_from_bytes(answer).unwrap_or_default()))
 }
@@ -63,7 +65,9 @@ fn connect(path: &str) -> Result<OwnedFd, Errno> {
         return Err(Errno::NOENT);
     }
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let address = SocketAddrUnix::new(path)?;
+    // It waits for a place in the listener's queue, and has not begun anything before.
+    retry_on_intr(|| rustix::net::connect(&socket, &address))?;
     Ok(socket)
 }
 
@@ -72,6 +76,7 @@ mod tests {
     use super::*;
     use crate::Buffer;
     use crate::buffer::sealed::Memory as _;
+    use crate::interrupted::interrupted;
     use gpunvme_abi::{Reason, Route};
     use gpunvme_blockdev_testing::MemoryDevice;
     use gpunvme_gpupath::registry::{Limits, Registry};
@@ -79,14 +84,33 @@ mod tests {
     use gpunvme_gpupath::socket::Listener;
     use std::sync::Arc;
 
-    #[test]
-    fn a_buffer_reaches_the_daemon() {
+    /// A daemon's end, and its path.
+    fn listener() -> (tempfile::TempDir, Arc<Server>, Listener, String) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let registry = Registry::new(MemoryDevice::new(1 << 20), Limits::default()).unwrap();
         let server = Arc::new(Server::new(registry).unwrap());
-        let _listener = Listener::bind(&path, rustix::fs::Mode::RWXU, server.clone()).unwrap();
-        let path = path.to_str().unwrap();
+        let listener = Listener::bind(&path, rustix::fs::Mode::RWXU, server.clone()).unwrap();
+        let path = path.to_str().unwrap().to_owned();
+        (directory, server, listener, path)
+    }
+
+    /// What the daemon registers is known to the process that asked.
+    #[test]
+    fn signals_lose_no_answer() {
+        let (_directory, server, _listener, path) = listener();
+        let mut buffer = Buffer::memfd(4096).unwrap();
+        buffer.fill(1);
+        let request = Register { fd: -1, len: 4096, ..Register::default() };
+        let registered =
+            interrupted(|| (0..300).filter(|_| register(&path, buffer.descriptor(), &request).unwrap().0.is_none()).count());
+        assert_eq!((registered, server.registry.usage().buffers), (300, 300));
+    }
+
+    #[test]
+    fn a_buffer_reaches_the_daemon() {
+        let (_directory, server, _listener, path) = listener();
+        let path = path.as_str();
         let mut buffer = Buffer::memfd(10_000).unwrap();
         let request = Register { fd: -1, len: 10_000, ..Register::default() };
         let (refused, answer) = register(path, buffer.descriptor(), &request).unwrap();
