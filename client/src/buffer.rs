@@ -7,7 +7,7 @@
 
 use crate::connection::Connection;
 use crate::error::{Error, Result};
-use crate::sys::Mapping;
+use crate::sys::{self, Mapping};
 use gpunvme_abi::{Reason, RegisterFlags, Route, Segment};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
@@ -80,6 +80,9 @@ impl Buffer {
     /// 0.
     pub fn memfd(len: usize) -> Result<Buffer> {
         let make = || {
+            if len as u64 > sys::memory() {
+                return Err(Errno::NOMEM);
+            }
             let memory = rustix::fs::memfd_create("gpunvme", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
             let room = Mapping::in_huge_pages(len);
             rustix::fs::ftruncate(&memory, room as u64)?;
@@ -326,5 +329,17 @@ impl DerefMut for Registered {
 impl<M> Drop for Registered<M> {
     fn drop(&mut self) {
         self.connection.unregister(self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each page that is touched first would cost the machine one that it needs.
+    #[test]
+    fn more_memory_than_there_is_is_refused_at_once() {
+        let refused = Buffer::memfd(64 << 40).unwrap_err();
+        assert!(matches!(refused, Error::Memory { len, errno: Errno::NOMEM } if len == 64 << 40), "{refused}");
     }
 }

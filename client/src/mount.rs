@@ -9,7 +9,7 @@ use crate::metrics::Metrics;
 use crate::transfer::Moved;
 use crate::{socket, sys};
 use gpunvme_abi::{self as abi, Command, Features, Reason, Route};
-use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -410,8 +410,7 @@ impl Mount {
             // The daemon pays for no page of it.
             Err(Error::Refused { reason: Reason::NotAllocated, .. }) => {
                 let len = memory.length();
-                rustix::fs::fallocate(memory.descriptor(), FallocateFlags::empty(), 0, len as u64)
-                    .map_err(|errno| Error::Memory { len, errno })?;
+                sys::allocate(memory.descriptor(), len as u64).map_err(|errno| Error::Memory { len, errno })?;
                 self.ask_to_register(&memory)?
             }
             answer => answer?,

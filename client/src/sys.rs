@@ -4,7 +4,8 @@
 //! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as
 //! long as the kernel thinks.
 
-use rustix::io::Errno;
+use rustix::fs::FallocateFlags;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -32,6 +33,22 @@ pub(crate) fn ioctl(file: BorrowedFd<'_>, request: u32, argument: &mut [u8]) -> 
             errno => return Err(errno.unwrap_or(Errno::INVAL)),
         }
     }
+}
+
+/// Has all pages of a memfd come into being. A signal has the kernel take back what a call brought
+/// about, so that one call for all of it might never end.
+pub(crate) fn allocate(file: BorrowedFd<'_>, len: u64) -> Result<(), Errno> {
+    const AT_ONCE: u64 = 16 << 20;
+    for at in (0..len).step_by(AT_ONCE as usize) {
+        retry_on_intr(|| rustix::fs::fallocate(file, FallocateFlags::empty(), at, AT_ONCE.min(len - at)))?;
+    }
+    Ok(())
+}
+
+/// Bytes of memory that the machine has.
+pub(crate) fn memory() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(info.mem_unit.into())
 }
 
 /// Has the kernel write back its dirty pages of a range of a file, and waits for it; to the end of
@@ -311,6 +328,16 @@ impl Drop for Mapping {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::interrupted::interrupted;
+
+    #[test]
+    fn signals_do_not_keep_memory_from_being_allocated() {
+        let len = 100 << 20;
+        let file = rustix::fs::memfd_create("allocated", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, len + 5).unwrap();
+        interrupted(|| allocate(std::os::fd::AsFd::as_fd(&file), len + 5)).unwrap();
+        assert!(rustix::fs::fstat(&file).unwrap().st_blocks as u64 * 512 > len);
+    }
 
     #[test]
     fn memory_that_is_replaced_has_the_same_bytes_and_is_other_memory() {
