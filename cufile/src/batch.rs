@@ -53,6 +53,8 @@ struct Ends {
 
 #[derive(Default)]
 struct List {
+    /// Nothing begins any more.
+    closed: bool,
     in_flight: usize,
     ended: VecDeque<End>,
     /// The fewest that a thread waits for.
@@ -129,14 +131,14 @@ impl Batches {
     /// As [`Batches::get`].
     pub fn remove(&self, number: usize) -> Result<()> {
         let batch = self.table.write().remove(&number).ok_or(Code::InvalidValue)?;
-        batch.cancel();
+        batch.close();
         batch.wait(usize::MAX, None);
         Ok(())
     }
 
-    /// Calls off the requests of all batches.
-    pub fn cancel_all(&self) {
-        self.table.read().values().for_each(|batch| batch.cancel());
+    /// Calls off the requests of all batches, in which nothing begins any more.
+    pub fn close_all(&self) {
+        self.table.read().values().for_each(|batch| batch.close());
     }
 }
 
@@ -153,7 +155,8 @@ impl Batch {
     ///
     /// # Errors
     /// [`Code::BatchFull`]; [`Code::InvalidValue`] and [`Code::HandleNotRegistered`] for a request
-    /// that is wrong in itself. None is begun then.
+    /// that is wrong in itself; [`Code::InvalidValue`] where another thread has ended the batch.
+    /// None is begun then.
     ///
     /// # Safety
     /// As cuFile asks of the memory: it is the application's, and nothing else uses it until the
@@ -163,6 +166,9 @@ impl Batch {
         let run = self.run.lock();
         {
             let mut list = self.ends.list.lock();
+            if list.closed {
+                return Err(Code::InvalidValue.into());
+            }
             if list.in_flight + list.ended.len() + checked.len() > self.capacity {
                 return Err(Code::BatchFull.into());
             }
@@ -220,6 +226,12 @@ impl Batch {
             }
         }
         wait_elsewhere(open, file, end, run);
+    }
+
+    /// Calls off what is in flight, and has nothing begin any more.
+    fn close(&self) {
+        self.ends.list.lock().closed = true;
+        self.cancel();
     }
 
     /// Calls off what is in flight, which ends as cancelled, if it is not done before.
@@ -360,6 +372,17 @@ fn wait_elsewhere(open: &Arc<Open>, file: Arc<Registered>, mut end: Ending, run:
 mod tests {
     use super::*;
     use crate::driver;
+
+    /// By a thread that found the batch before another ended it.
+    #[test]
+    fn nothing_begins_in_a_batch_that_has_ended() {
+        let open = driver::open_if_needed().unwrap();
+        let number = open.batches.add(1).unwrap();
+        let batch = open.batches.get(number).unwrap();
+        open.batches.remove(number).unwrap();
+        // SAFETY: it names no memory.
+        assert_eq!(unsafe { batch.submit(&open, &[]) }, Err(Code::InvalidValue.into()));
+    }
 
     /// Also when one thread after the other panics.
     #[test]

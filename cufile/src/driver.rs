@@ -149,7 +149,7 @@ pub fn close(counted: bool) -> Result<()> {
         open
     };
     let Some(mut open) = open else { return Ok(()) };
-    open.batches.cancel_all();
+    open.batches.close_all();
     let open = loop {
         match Arc::try_unwrap(open) {
             Ok(open) => break open,
