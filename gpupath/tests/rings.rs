@@ -453,6 +453,15 @@ fn rings_given_up_count_until_their_transfers_end() {
     until("rings that are over still count", || Application::try_new(&rings, 0, 8).is_ok());
 }
 
+/// Small rings are those of single threads, which can do without; a process has one for the rest.
+#[test]
+fn small_rings_leave_room_for_others() {
+    let (_server, rings) = rings(3, 2);
+    let small: Vec<_> = std::iter::from_fn(|| Application::try_new(&rings, 1000, 8).ok()).collect();
+    let larger: Vec<_> = std::iter::from_fn(|| Application::try_new(&rings, 1000, 16).ok()).collect();
+    assert_eq!((small.len(), larger.len()), (48, 16));
+}
+
 /// The name of a buffer is worth nothing once it is unregistered, although a transfer still holds
 /// the memory.
 #[test]

@@ -76,9 +76,16 @@ impl Limits {
     }
 
     /// Whether a user who has so many, of so many, may have another.
-    fn admit(self, user: u32, of_user: usize, made: usize) -> bool {
-        (of_user as u64) < quota(user, self.all as u64, (made - of_user) as u64)
+    fn admit(self, user: u32, of_user: usize, made: usize, entries: u32) -> bool {
+        of_user < part(quota(user, self.all as u64, (made - of_user) as u64) as usize, entries)
     }
+}
+
+/// The part of a limit up to which rings of so many entries are given: threads that wait for what
+/// they ask for can do without the smallest, by a larger ring that they share, and are to leave
+/// room for it.
+fn part(limit: usize, entries: u32) -> usize {
+    if entries == *RING_ENTRIES.start() { limit - limit / 4 } else { limit }
 }
 
 /// The rings of a mount.
@@ -267,9 +274,9 @@ impl Rings {
             begun(&self.services).map(|service| service.rings().iter().filter(|ring| of_owner(ring)).count()).sum::<usize>();
         let living = opening.made.iter().filter_map(Weak::upgrade).filter(of_owner).count();
         let of_user = opening.made.iter().filter_map(Weak::upgrade).filter(|ring| ring.user == caller.user).count();
-        let too_many = open >= RINGS_PER_PROCESS
+        let too_many = open >= part(RINGS_PER_PROCESS, request.entries)
             || living >= LIVING_PER_PROCESS
-            || !self.limits.admit(caller.user, of_user, opening.made.len());
+            || !self.limits.admit(caller.user, of_user, opening.made.len(), request.entries);
         if too_many || opening.services == 0 {
             return Err(Errno::NOSPC);
         }
@@ -396,14 +403,14 @@ mod tests {
             let of_users: Vec<usize> = (1000..1010)
                 .map(|user| {
                     let mut of_user = 0;
-                    while limits.admit(user, of_user, made) {
+                    while limits.admit(user, of_user, made, 16) {
                         (of_user, made) = (of_user + 1, made + 1);
                     }
                     of_user
                 })
                 .collect();
             assert!(of_users[0] == all * 7 / 16 && of_users[1] == all * 7 / 32, "{of_users:?}");
-            assert!(made < all && limits.admit(0, 0, made));
+            assert!(made < all && limits.admit(0, 0, made, 8));
         }
     }
 }
