@@ -131,8 +131,14 @@ impl Connection {
     }
 
     /// A pidfd of the daemon, where one can be had.
-    pub fn daemon(&self) -> Option<OwnedFd> {
-        socket::daemon(&self.socket).ok()
+    ///
+    /// # Errors
+    /// Where no descriptor is left for it: how its end is learnt must not depend on that.
+    pub fn daemon(&self) -> std::result::Result<Option<OwnedFd>, Errno> {
+        match socket::daemon(&self.socket) {
+            Err(errno @ (Errno::MFILE | Errno::NFILE)) => Err(errno),
+            daemon => Ok(daemon.ok()),
+        }
     }
 
     /// Unregisters a buffer. A failure is ignored: either the buffer is gone already, or the daemon

@@ -229,16 +229,16 @@ impl Ring {
         let (least, most) = (*abi::RING_ENTRIES.start(), *abi::RING_ENTRIES.end());
         let entries = entries.clamp(least, most).next_power_of_two();
         let len = abi::ring_bytes(entries);
+        let connection = mount.connection().clone();
         let make = || -> std::result::Result<_, Errno> {
             let memory = rustix::fs::memfd_create("gpunvme-ring", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
             rustix::fs::ftruncate(&memory, len as u64)?;
             rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW)?; // the daemon adds one
             let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             let mapped = RingMemory::map(memory.as_fd(), entries)?;
-            Ok((memory, mapped, event()?, event()?))
+            Ok((memory, mapped, event()?, event()?, connection.daemon()?))
         };
-        let (fd, memory, submitted, completed) = make().map_err(|errno| Error::Memory { len, errno })?;
-        let connection = mount.connection().clone();
+        let (fd, memory, submitted, completed, daemon) = make().map_err(|errno| Error::Memory { len, errno })?;
         let request = abi::Ring {
             memory: fd.as_raw_fd(),
             submitted: submitted.as_raw_fd(),
@@ -249,7 +249,7 @@ impl Ring {
         let id = connection.call(Command::Ring, request, "make a ring on it")?.ring;
         let slots = (0..entries).map(|_| None).collect();
         Ok(Ring {
-            daemon: connection.daemon(),
+            daemon,
             alive: Instant::now(),
             name: RingName { connection, id, over: Arc::default() },
             memory,
