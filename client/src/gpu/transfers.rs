@@ -287,10 +287,12 @@ impl Transfers {
                 let request = self.request(direction, (file, Source::Call(file.path().to_owned())), found, end)?;
                 return inline::serve(&mut executor, |executor| executor.read_by_call(request, file), &answer);
             }
-            let source = Source::Ring(in_ring(file, executor.ring())?);
-            let mut request = self.request(direction, (file, source), found, end)?;
-            request.piece_len = request.piece_len.min(inline::PIECE);
-            return inline::serve(&mut executor, |executor| executor.begin(request), &answer);
+            // Where its ring takes no further file, the worker's may have this one.
+            if let Ok(attached) = in_ring(file, executor.ring()) {
+                let mut request = self.request(direction, (file, Source::Ring(attached)), found, end)?;
+                request.piece_len = request.piece_len.min(inline::PIECE);
+                return inline::serve(&mut executor, |executor| executor.begin(request), &answer);
+            }
         }
         self.hand_over(direction, file, found, end)?;
         Pending(answer).wait()
