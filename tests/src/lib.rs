@@ -31,8 +31,12 @@ pub mod software_cuda;
 pub mod sys;
 pub mod tree;
 
+use std::fs::File;
 use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Why tests that mount cannot run here, or `None` where they can.
 pub fn why_no_mount() -> Option<&'static str> {
@@ -61,6 +65,21 @@ macro_rules! needs_mount {
             return;
         }
     };
+}
+
+/// Lets this process have so many descriptors beside those that are open, in what is called.
+///
+/// # Panics
+/// If there is none now, or `call` panics.
+pub fn with_descriptors<T>(more: u64, call: impl FnOnce() -> T) -> T {
+    let (free, limit) = (File::open("/dev/null").expect("a descriptor"), getrlimit(Resource::Nofile));
+    // Those below the first that is free are taken, and none above it is, or not by this test.
+    let most = free.as_raw_fd() as u64 + more;
+    drop(free);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limit }).expect("it is lower");
+    let result = call();
+    setrlimit(Resource::Nofile, limit).expect("the hard limit is as it was");
+    result
 }
 
 /// Where images go: `$TMPDIR`, or `/var/tmp`, which unlike `/tmp` is on a disk almost everywhere.

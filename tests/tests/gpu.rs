@@ -14,7 +14,8 @@ use gpunvme_cuda::{Cuda, DeviceAllocation, Gpu, Move, Which};
 use gpunvme_tests::cuda::{CRASH_CHECK, Pinned, Site, TRANSFER_CHECKS, from_the_device, mapped, own_stream, take_access};
 use gpunvme_tests::mounted::{Image, Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_software_cuda};
-use gpunvme_tests::{needs_mount, programs, tree};
+use gpunvme_tests::{needs_mount, programs, tree, with_descriptors};
+use rustix::io::Errno;
 use rustix::process::{Signal, kill_process};
 use zerocopy::IntoBytes;
 
@@ -435,7 +436,7 @@ fn transfers_that_end_in_an_observer_wait_for_nothing() {
         unsafe { transfers.read(&file, &whole(&memory)) }.unwrap();
         let stream = own_stream(gpu());
         let ((last, mine), (tell, took)) = (mpsc::channel(), mpsc::channel());
-                // SAFETY: the stream is never destroyed, and the memory is this test's.
+        // SAFETY: the stream is never destroyed, and the memory is this test's.
         let pending = unsafe { transfers.read_on_stream_with(&file, &whole(&memory), stream, Last(mine, tell)) }.unwrap();
         last.send(transfers).unwrap();
         let took = took.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
@@ -505,4 +506,49 @@ fn a_c_program_moves_files_into_and_out_of_gpu_memory() {
         .expect("timeout runs");
     assert!(output.status.success(), "{}", text(&output));
     assert!(fs::read(volume.path("to")).unwrap() == bytes);
+}
+
+/// Descriptors are short for a moment, in which the library's thread does what its caller cannot.
+#[test]
+fn callers_that_had_no_descriptors_do_their_own_requests_later() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (file, bytes, memory) = sample(&volume, 1);
+        let mount = Mount::open(volume.root()).unwrap();
+        let made = || mount.stats().unwrap().calls.iter().find(|(name, _)| *name == "ring").unwrap().1;
+        let transfers = Transfers::new(&mount).unwrap();
+        let (tell, told) = mpsc::channel();
+        // SAFETY: the memory is this test's.
+        unsafe { transfers.read_then(&file, &whole(&memory), move |result| tell.send(result).unwrap()) }.unwrap();
+        assert_eq!(told.recv().unwrap().unwrap().bytes(), MIB);
+        for (what, more) in [("in the moment", 0), ("soon after", 1)] {
+            // SAFETY: as above.
+            let read = || unsafe { transfers.read(&file, &whole(&memory)) };
+            let read = if more == 0 { with_descriptors(0, read) } else { read() };
+            assert_eq!((read.unwrap().bytes(), made()), (MIB, 1 + more), "{what}");
+            assert!(look(&memory) == bytes);
+            thread::sleep(Duration::from_millis(1100));
+        }
+    });
+}
+
+/// One of the descriptors is that by which it learns of the daemon's end.
+#[test]
+fn a_ring_has_all_its_descriptors_or_is_refused() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let mount = Mount::open(volume.root()).unwrap();
+        let count = || fs::read_dir("/proc/self/fd").unwrap().count();
+        let (before, mut refusals) = (count(), 0);
+        let _ring = loop {
+            match with_descriptors(refusals, || Ring::new(&mount, 8)) {
+                Ok(ring) => break ring,
+                Err(error) => assert!(matches!(error, Error::Memory { errno: Errno::MFILE, .. }), "{refusals}: {error}"),
+            }
+            refusals += 1;
+        };
+        assert_eq!(count() - before, 3, "two signals, and the daemon's process");
+    });
 }

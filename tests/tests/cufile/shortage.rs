@@ -1,30 +1,16 @@
 //! A process that may have no more descriptors.
 
 use std::fs::{self, File};
-use std::os::fd::AsRawFd;
 
 use gpunvme_tests::cuda::{Pinned, own_stream};
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::software_cuda::with_software_cuda;
-use gpunvme_tests::{needs_mount, scratch_dir, tree};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use gpunvme_tests::{needs_mount, scratch_dir, tree, with_descriptors};
 
 use crate::batches::{self, Batch};
 use crate::files::{MIB, errno, open};
 use crate::library::{BatchEvent, BatchRequest, COMPLETE, Device, OK, gpu, in_use, library, refused};
 use crate::streams::{self, Numbers, wait};
-
-/// Lets this process have so many descriptors beside those that are open, in what is called.
-fn with_descriptors<T>(more: u64, call: impl FnOnce() -> T) -> T {
-    let (free, limit) = (File::open("/dev/null").unwrap(), getrlimit(Resource::Nofile));
-    // Those below the first that is free are taken, and none above it is, or not by this test.
-    let most = free.as_raw_fd() as u64 + more;
-    drop(free);
-    setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limit }).unwrap();
-    let result = call();
-    setrlimit(Resource::Nofile, limit).unwrap();
-    result
-}
 
 #[test]
 fn files_that_no_descriptor_is_left_for_are_refused_as_such() {

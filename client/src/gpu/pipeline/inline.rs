@@ -20,9 +20,9 @@ use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of a short request.
 const SHORT: u64 = CHUNK as u64;
@@ -51,6 +51,8 @@ const SPIN_LIMIT: Duration = Duration::from_micros(250);
 /// The most of these executors: the daemon gives a process 64 rings, and the application and other
 /// threads of the library need some.
 const MOST: usize = 32;
+/// How long no further one is made where one was refused: descriptors may be short for a moment.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 thread_local! {
     /// Which of the executors this thread had last: its files are attached there.
@@ -67,8 +69,10 @@ pub struct InlineExecutors {
     /// Held by the threads whose requests are not small; only the first by one whose is not short.
     large: [Mutex<()>; LARGE_AT_ONCE],
     page_cache: Arc<PageCache>,
-    /// The mount, or a GPU, refused a further executor: the existing ones have to do.
-    full: AtomicBool,
+    /// The mount, a GPU or the system refused a further executor: until then the existing ones have
+    /// to do. In milliseconds since `begun`; 0 before that happened.
+    full_until: AtomicU64,
+    begun: Instant,
 }
 
 /// An executor that a caller has to itself.
@@ -102,7 +106,8 @@ impl InlineExecutors {
             making: Mutex::default(),
             large: Default::default(),
             page_cache,
-            full: false.into(),
+            full_until: 0.into(),
+            begun: Instant::now(),
         }
     }
 
@@ -170,14 +175,15 @@ impl InlineExecutors {
         }
     }
 
-    /// Makes no further executors, because of this error.
+    /// Makes no further executors for a while, because of this error.
     pub fn fill(&self, error: &Error) {
-        tracing::debug!(%error, "no further thread does its own requests");
-        self.full.store(true, Ordering::Relaxed);
+        tracing::debug!(%error, "no further thread does its own requests for now");
+        self.full_until.store((self.begun.elapsed() + PATIENCE).as_millis() as u64, Ordering::Relaxed);
     }
 
     fn is_full(&self) -> bool {
-        self.full.load(Ordering::Relaxed)
+        let until = self.full_until.load(Ordering::Relaxed);
+        until != 0 && self.begun.elapsed() < Duration::from_millis(until)
     }
 }
 
