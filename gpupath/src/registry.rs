@@ -285,7 +285,11 @@ impl Registry {
         peer_to_peer(&*self.shared.device).map_err(RegistryError::Refused)?;
         let region = Region::of_device(memory.fd, memory.len).map_err(|error| {
             tracing::debug!(%error, "a device's memory cannot be mapped");
-            RegistryError::Refused(Reason::MmapRefused)
+            match error.errno() {
+                // It says nothing of the device: this process has too many mappings, or no memory.
+                libc::ENOMEM => error.into(),
+                _ => RegistryError::Refused(Reason::MmapRefused),
+            }
         })?;
         // A dma-buf can be over anything. The IOMMU would take this, and the bytes would go to
         // host memory.

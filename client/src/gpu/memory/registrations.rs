@@ -13,8 +13,10 @@ use crate::buffer::Shared;
 use crate::device_memory::DeviceMemory;
 use crate::error::Error;
 use crate::mount::Mount;
+use crate::sys;
 use gpunvme_abi::{Reason, Route};
 use gpunvme_cuda::{self as cuda, Cuda, CudaError, Gpu, Place};
+use rustix::io::Errno;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -110,6 +112,8 @@ impl Registrar for Exporter {
             tracing::debug!(%error, address = export.address, len = export.len, "GPU memory is not exported");
             match error.code {
                 CudaError::OUT_OF_MEMORY => Refusal::NoRoom(Reason::NoRoom),
+                // CUDA has no word for what this process is short of.
+                _ if sys::is_short_of_descriptors() => Refusal::NoRoom(Reason::FdNotReachable),
                 _ => Refusal::Allocation(Reason::ExportRefused),
             }
         };
@@ -122,20 +126,48 @@ impl Registrar for Exporter {
             Ok(registered) if registered.route() == Route::P2p => Ok(Registration { buffer: registered.share(), gpu: self.gpu }),
             // What poses as a GPU's memory is host memory.
             Ok(registered) => Err(Refusal::Gpu(registered.reason())),
-            Err(Error::Refused { reason: reason @ (Reason::ProcessLimit | Reason::UserLimit | Reason::TotalLimit), .. }) => {
-                Err(Refusal::NoRoom(reason))
-            }
-            Err(Error::Refused { reason, .. }) if reason != Reason::None => Err(Refusal::Gpu(reason)),
-            // It says nothing of the GPU: descriptors may be short, or the daemon out of reach,
-            // for a while.
             Err(error) => {
-                tracing::debug!(%error, "GPU memory cannot be registered now");
-                Err(Refusal::NoRoom(Reason::FdNotReachable))
+                tracing::debug!(%error, "GPU memory is not registered");
+                Err(of_mount(&error))
             }
         }
     }
 
     fn exists(&self, allocation: &cache::Allocation) -> bool {
         self.cuda.buffer_id(allocation.base).is_ok_and(|id| id == Some(allocation.buffer_id))
+    }
+}
+
+/// For what it holds that the mount did not register memory.
+fn of_mount(error: &Error) -> Refusal {
+    match *error {
+        Error::Refused { reason: reason @ (Reason::ProcessLimit | Reason::UserLimit | Reason::TotalLimit), .. } => {
+            Refusal::NoRoom(reason)
+        }
+        // The daemon is short of something else than what the GPU gives.
+        Error::Refused { reason, errno: Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::AGAIN } if reason != Reason::None => {
+            Refusal::NoRoom(reason)
+        }
+        Error::Refused { reason, .. } if reason != Reason::None => Refusal::Gpu(reason),
+        // It says nothing of the GPU: descriptors may be short, or the daemon out of reach, for a
+        // while.
+        _ => Refusal::NoRoom(Reason::FdNotReachable),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_daemon_is_short_of_is_not_the_gpus_word() {
+        let refused = |reason, errno| of_mount(&Error::Refused { reason, errno });
+        assert_eq!(refused(Reason::MmapRefused, Errno::OPNOTSUPP), Refusal::Gpu(Reason::MmapRefused));
+        assert_eq!(refused(Reason::FdNotReachable, Errno::BADF), Refusal::Gpu(Reason::FdNotReachable));
+        for errno in [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::AGAIN] {
+            assert_eq!(refused(Reason::FdNotReachable, errno), Refusal::NoRoom(Reason::FdNotReachable));
+            assert_eq!(refused(Reason::None, errno), Refusal::NoRoom(Reason::FdNotReachable));
+        }
+        assert_eq!(refused(Reason::UserLimit, Errno::NOSPC), Refusal::NoRoom(Reason::UserLimit));
     }
 }
