@@ -4,9 +4,10 @@
 //! of a mount is begun, since that takes pinned memory and a thread.
 
 use crate::environment;
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use gpunvme::gpu::{Caching, Settings, Transfers};
-use gpunvme::{Error, File, Mount, Reason, Require, Route};
+use gpunvme::{File, Mount, Reason, Require, Route};
+use gpunvme_cuda::Cuda;
 use parking_lot::Mutex;
 use std::sync::{Arc, OnceLock};
 
@@ -18,8 +19,7 @@ pub struct OnMount {
     pub block: u64,
     /// Whether the mount's SSD may reach GPU memory itself.
     reaches_gpus: bool,
-    /// None where there is no CUDA.
-    transfers: OnceLock<Option<Both>>,
+    transfers: OnceLock<Both>,
     making: Mutex<()>,
 }
 
@@ -37,25 +37,30 @@ impl OnMount {
     ///
     /// None where there is no CUDA.
     pub fn transfers(&self, registered: bool) -> Result<Option<&Transfers>> {
-        if self.transfers.get().is_none() {
-            let _making = self.making.lock();
-            if self.transfers.get().is_none() {
-                let made = match Transfers::with(&self.mount, settings()) {
-                    Ok(fastest) => {
-                        let staged = fastest.requiring(Require { route: Some(Route::Bounce), ..Require::default() });
-                        Some(Both { fastest, staged })
+        let both = match self.transfers.get() {
+            Some(both) => both,
+            None if Cuda::load().is_err() => return Ok(None),
+            None => {
+                let _making = self.making.lock();
+                match self.transfers.get() {
+                    Some(both) => both, // by another thread, meanwhile
+                    None => {
+                        let made = self.make()?;
+                        self.transfers.get_or_init(|| made)
                     }
-                    Err(Error::NoCuda(_)) => None,
-                    Err(error) => {
-                        tracing::error!(%error, "no transfers on a gpunvme mount");
-                        return Err((&error).into());
-                    }
-                };
-                let _ = self.transfers.set(made); // the lock is held: there was none
+                }
             }
-        }
-        let both = self.transfers.get().expect("it was made").as_ref();
-        Ok(both.map(|both| if registered || !self.reaches_gpus { &both.fastest } else { &both.staged }))
+        };
+        Ok(Some(if registered || !self.reaches_gpus { &both.fastest } else { &both.staged }))
+    }
+
+    fn make(&self) -> Result<Both> {
+        let fastest = Transfers::with(&self.mount, settings()).map_err(|error| {
+            tracing::error!(%error, "no transfers on a gpunvme mount");
+            Failure::from(&error)
+        })?;
+        let staged = fastest.requiring(Require { route: Some(Route::Bounce), ..Require::default() });
+        Ok(Both { fastest, staged })
     }
 
     /// Does what the first transfer to or from registered memory would have to do.
@@ -70,7 +75,7 @@ impl OnMount {
 
     /// Gives up what is registered with the mount of a range of memory.
     pub fn forget(&self, address: u64, len: u64) {
-        if let Some(Some(both)) = self.transfers.get() {
+        if let Some(both) = self.transfers.get() {
             both.fastest.forget(address, len);
         }
     }
@@ -108,8 +113,8 @@ impl Mounts {
             }
             list.remove(at);
         }
-        let mount = file.mount().map_err(|error| crate::failure::Failure::from(&error))?;
-        let info = mount.info().map_err(|error| crate::failure::Failure::from(&error))?;
+        let mount = file.mount().map_err(|error| Failure::from(&error))?;
+        let info = mount.info().map_err(|error| Failure::from(&error))?;
         let reaches_gpus = info.route == Route::P2p && info.reason == Reason::None;
         let (transfers, making) = (OnceLock::new(), Mutex::default());
         let found = Arc::new(OnMount { device, mount, block: info.block_size.into(), reaches_gpus, transfers, making });

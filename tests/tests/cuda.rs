@@ -2,10 +2,11 @@
 
 use gpunvme_cuda::{Cuda, CudaError, Move, Unavailable, Version, Which, WritesOrdering};
 use gpunvme_tests::cuda::{CHECKS, Pinned};
-use gpunvme_tests::scratch_dir;
 use gpunvme_tests::software_cuda::{with_libcuda, with_software_cuda};
+use gpunvme_tests::{scratch_dir, with_descriptors};
 use std::process::Command;
 use std::thread;
+use std::time::Duration;
 use zerocopy::IntoBytes;
 
 #[test]
@@ -38,6 +39,17 @@ fn a_driver_that_does_not_start_says_why() {
 #[test]
 fn a_driver_without_a_gpu_says_so() {
     with_software_cuda("gpus=0", || assert_eq!(Cuda::load().err(), Some(Unavailable::NoGpu)));
+}
+
+/// As without descriptors: what is missing now may be there soon.
+#[test]
+fn a_driver_that_could_not_be_loaded_is_loaded_later() {
+    with_software_cuda("", || {
+        assert_eq!(with_descriptors(0, || Cuda::load().err()), Some(Unavailable::NotFound));
+        assert_eq!(Cuda::load().err(), Some(Unavailable::NotFound), "it is not looked for at every call");
+        thread::sleep(Duration::from_millis(1100));
+        assert_eq!(Cuda::load().err(), None);
+    });
 }
 
 /// A folder with a libcuda.so of one function.

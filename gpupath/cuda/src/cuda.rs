@@ -6,7 +6,11 @@ use super::error::{CudaError, Unavailable, Version};
 use super::gpu::{Device, Gpu, NoSuchGpu, Which};
 use cudarc::driver::sys::{CUstreamCaptureMode, CUstreamCaptureMode_enum};
 use std::marker::PhantomData;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long it is not tried again to load the driver.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The driver, with at least one GPU.
 pub struct Cuda {
@@ -16,13 +20,33 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Loads the driver when it is first called; afterwards the answer is what it was then.
+    /// Loads the driver when it is first called. Where that fails it is tried again, once a second
+    /// at the most: descriptors may have been short, or the driver not ready.
     ///
     /// # Errors
     /// [`Unavailable`] says what is missing.
     pub fn load() -> Result<&'static Cuda, Unavailable> {
-        static CUDA: OnceLock<Result<Cuda, Unavailable>> = OnceLock::new();
-        CUDA.get_or_init(Cuda::start).as_ref().map_err(Clone::clone)
+        static CUDA: OnceLock<Cuda> = OnceLock::new();
+        static FAILED: Mutex<Option<(Unavailable, Instant)>> = Mutex::new(None);
+        if let Some(cuda) = CUDA.get() {
+            return Ok(cuda);
+        }
+        let mut failed = FAILED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cuda) = CUDA.get() {
+            return Ok(cuda); // by another thread, meanwhile
+        }
+        if let Some((why, at)) = &*failed
+            && at.elapsed() < PATIENCE
+        {
+            return Err(why.clone());
+        }
+        match Cuda::start() {
+            Ok(cuda) => Ok(CUDA.get_or_init(|| cuda)),
+            Err(why) => {
+                *failed = Some((why.clone(), Instant::now()));
+                Err(why)
+            }
+        }
     }
 
     fn start() -> Result<Cuda, Unavailable> {

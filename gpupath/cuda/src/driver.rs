@@ -109,10 +109,13 @@ functions! {
 }
 
 impl Driver {
-    /// Loads libcuda, once a process, and initialises it.
+    /// Loads libcuda and initialises it, once a process, if it can be done.
     pub(super) fn load() -> Result<&'static Driver, Unavailable> {
-        static DRIVER: OnceLock<Result<Driver, Unavailable>> = OnceLock::new();
-        DRIVER.get_or_init(Driver::start).as_ref().map_err(Clone::clone)
+        static DRIVER: OnceLock<Driver> = OnceLock::new();
+        match DRIVER.get() {
+            Some(driver) => Ok(driver),
+            None => Driver::start().map(|driver| DRIVER.get_or_init(|| driver)),
+        }
     }
 
     fn start() -> Result<Driver, Unavailable> {
