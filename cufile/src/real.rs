@@ -11,6 +11,9 @@ use crate::environment;
 use crate::failure::{Failure, Result};
 use crate::files::Direction;
 use crate::transfer::Range;
+use parking_lot::Mutex;
+use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -47,9 +50,22 @@ static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
 
 impl Library {
     /// The library; looked for when it is first asked for. None where there is none, or
-    /// `GPUNVME_CUFILE_REAL` is `off`.
+    /// `GPUNVME_CUFILE_REAL` is `off`. What is not found for want of descriptors is looked for
+    /// again.
     pub fn get() -> Option<&'static Library> {
-        LIBRARY.get_or_init(Library::find).as_ref()
+        static FINDING: Mutex<()> = Mutex::new(());
+        if let Some(known) = LIBRARY.get() {
+            return known.as_ref();
+        }
+        let _finding = FINDING.lock();
+        if let Some(known) = LIBRARY.get() {
+            return known.as_ref(); // by another thread, meanwhile
+        }
+        let found = Library::find();
+        if found.is_none() && matches!(rustix::event::eventfd(0, EventfdFlags::CLOEXEC), Err(Errno::MFILE | Errno::NFILE)) {
+            return None;
+        }
+        LIBRARY.get_or_init(|| found).as_ref()
     }
 
     /// The library, if it was asked for before.
@@ -183,7 +199,7 @@ impl RealFile {
         let moved = unsafe { call(handle, memory, range.len, range.file_offset as i64, memory_offset) };
         let errno = std::io::Error::last_os_error();
         usize::try_from(moved).map_err(|_| match moved {
-            -1 => Failure::System(rustix::io::Errno::from_io_error(&errno).unwrap_or(rustix::io::Errno::IO)),
+            -1 => Failure::System(Errno::from_io_error(&errno).unwrap_or(Errno::IO)),
             code => Failure::Real(Status { code: -code as i32, cuda: 0 }),
         })
     }

@@ -8,7 +8,7 @@ use std::process::Command;
 use gpunvme_tests::cuda::own_stream;
 use gpunvme_tests::mounted::{Mounted, text};
 use gpunvme_tests::software_cuda::{self, with_libcuda, with_software_cuda};
-use gpunvme_tests::{needs_mount, scratch_dir, tree};
+use gpunvme_tests::{needs_mount, scratch_dir, tree, with_descriptors};
 use tempfile::TempDir;
 
 use crate::batches::{self, Batch, LEN};
@@ -107,6 +107,24 @@ fn nvidias_library_is_given_what_is_not_ours_and_nothing_else() {
         let moved = ["read inside", "write inside"];
         let expected = [&["buffer", "register", "open"][..], &moved, &["buffer", "no buffer", "deregister", "close"]].concat();
         assert_eq!(calls(), expected);
+    });
+}
+
+/// A process that had no descriptor left when the library was first looked for.
+#[test]
+fn nvidias_library_is_looked_for_again_where_descriptors_were_short() {
+    let (_folder, environment) = with_stand_in();
+    with_libcuda(software_cuda::folder(), &environment.each_ref().map(|(name, value)| (*name, value.as_str())), || {
+        let (elsewhere, cufile) = (scratch_dir(), in_use());
+        let files = ["first", "second"].map(|name| {
+            fs::write(elsewhere.path().join(name), b"bytes").unwrap();
+            fs::File::open(elsewhere.path().join(name)).unwrap()
+        });
+        // Two for the file, none for the library.
+        with_descriptors(2, || cufile.register(&files[0])).unwrap();
+        assert_eq!(calls(), [""; 0]);
+        cufile.register(&files[1]).unwrap();
+        assert_eq!(calls(), ["register", "open"]);
     });
 }
 
