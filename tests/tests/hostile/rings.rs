@@ -12,16 +12,19 @@ use rustix::event::EventfdFlags;
 
 pub const ATTACKS: &[(&str, Attack)] = attacks![make_all_rings];
 
+/// Of the smallest rings, of 8, a user has fewer.
+const ENTRIES: u32 = 16;
+
 /// A ring, or the errno.
 fn ring(directory: &File) -> Result<[OwnedFd; 2], i32> {
-    let memory = memfd(ring_bytes(8) as u64);
+    let memory = memfd(ring_bytes(ENTRIES) as u64);
     let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let [submitted, completed] = [event(), event()];
     let mut request = abi::Ring {
         memory: memory.as_fd().as_raw_fd(),
         submitted: submitted.as_raw_fd(),
         completed: completed.as_raw_fd(),
-        entries: 8,
+        entries: ENTRIES,
         ..abi::Ring::default()
     };
     let made = call_plain(directory, Command::Ring, &mut request);
