@@ -128,7 +128,8 @@ fn callers_who_get_no_ring_are_served_all_the_same() {
             // SAFETY: the memory is this test's.
             assert_eq!(unsafe { transfers.read(&file, &whole(&memory)) }.unwrap().bytes(), MIB);
             assert!(look(&memory) == bytes);
-            assert_eq!(made() - before, 1, "it was asked for one, once");
+            let asked = made() - before;
+            assert!((1..=2).contains(&asked), "it was asked for one, and for another a second later at the soonest: {asked}");
             rings.clear();
         }
     });

@@ -437,12 +437,15 @@ fn what_is_no_eventfd_or_not_sealed_is_refused() {
         let error = call_plain(&directory, Command::Ring, &mut request).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(errno), "{request:?}");
     }
-    let many: Vec<_> = (0..64).map(|_| Raw::new(&volume, 8)).collect();
-    let memory = memfd(ring_bytes(8) as u64);
-    let mut request =
-        abi::Ring { memory: memory.as_raw_fd(), submitted: event, completed: event, entries: 8, ..abi::Ring::default() };
-    let error = call_plain(&directory, Command::Ring, &mut request).unwrap_err();
-    assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "a process has a share of rings");
+    let mut many = Vec::new();
+    for (entries, most) in [(8, 48), (16, 64)] {
+        many.resize_with(most, || Raw::new(&volume, entries));
+        let memory = memfd(ring_bytes(entries) as u64);
+        let mut request =
+            abi::Ring { memory: memory.as_raw_fd(), submitted: event, completed: event, entries, ..abi::Ring::default() };
+        let error = call_plain(&directory, Command::Ring, &mut request).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "a process has a share of rings");
+    }
     drop(many);
 }
 
