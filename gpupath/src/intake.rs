@@ -307,6 +307,7 @@ mod tests {
             assert!(since.elapsed() < PATIENCE, "a user is refused for ever");
         }
     }
+
     /// Where the system gives no further thread, what is queued is answered all the same.
     #[test]
     fn one_thread_is_there_until_the_last_handle_is_gone() {
