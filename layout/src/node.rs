@@ -33,6 +33,9 @@ const GARBAGE: usize = KIND_FIELDS + 6;
 const LEAF_SLOT: usize = 20;
 const INNER_SLOT: usize = 24;
 const CAPACITY: usize = BLOCK_SIZE - HEADER_SIZE;
+/// What is wrong with a node below the root that has no slots. Of a leaf, [`check`] cannot say
+/// whether it is the root.
+pub const EMPTY: &str = "node is empty, and not the root";
 /// Children that an inner node can hold.
 pub const INNER_MAX: usize = CAPACITY / INNER_SLOT;
 

@@ -153,6 +153,8 @@ pub(crate) trait Visit {
 struct Child {
     address: u64,
     range: Range,
+    /// The root, which alone may be empty.
+    is_root: bool,
 }
 
 /// Visits the tree below `root`, nodes before their children, leaves in the order of their keys.
@@ -161,7 +163,7 @@ struct Child {
 /// The device failed, or the visitor did.
 pub(crate) fn walk(reader: &Reader, root: u64, level: u8, visitor: &mut impl Visit) -> Result<BlockSet, FsError> {
     let mut seen = BlockSet::default();
-    below(reader, vec![Child { address: root, range: Range::ALL }], level, visitor, &mut seen)?;
+    below(reader, vec![Child { address: root, range: Range::ALL, is_root: true }], level, visitor, &mut seen)?;
     Ok(seen)
 }
 
@@ -181,6 +183,10 @@ fn below(reader: &Reader, children: Vec<Child>, level: u8, visitor: &mut impl Vi
         let addresses: Vec<u64> = wanted.iter().map(|c| c.address).collect();
         for (child, read) in wanted.into_iter().zip(reader.nodes(&addresses, level)?) {
             let block = match read {
+                Ok(block) if node::count(&block) == 0 && !child.is_root => {
+                    visitor.damaged(child.address, child.range, node::EMPTY.into())?;
+                    continue;
+                }
                 Ok(block) => block,
                 Err(why) => {
                     visitor.damaged(child.address, child.range, why)?;
@@ -205,7 +211,7 @@ fn children_of(block: &Block, range: Range) -> Vec<Child> {
     };
     let child = |slot| {
         let range = Range { lower: bound(slot).expect("only the end has none"), upper: bound(slot + 1) };
-        Child { address: node::child(block, slot), range }
+        Child { address: node::child(block, slot), range, is_root: false }
     };
     (0..count).map(child).collect()
 }

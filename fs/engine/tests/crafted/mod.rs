@@ -26,7 +26,10 @@ use gpunvme_engine::check::{CheckOptions, Fsck, Stop};
 use gpunvme_engine::data::{Filesystem, Inline, Options};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{Context, NewNode};
-use gpunvme_layout::{Corrupt, Timestamp};
+use gpunvme_layout::geometry::CHUNK_BLOCKS;
+use gpunvme_layout::group::{self, ChunkKind};
+use gpunvme_layout::key::INO_NONE;
+use gpunvme_layout::{Block, BlockKind, Corrupt, Key, Kind, Timestamp, node};
 use gpunvme_programs::dump::{Names, dump};
 
 use crate::attack::use_it;
@@ -260,6 +263,40 @@ fn a_volume_with_an_unknown_read_only_feature_can_be_read_and_is_neither_written
     assert_eq!(file.expect("it is there").inode.size, 30_000);
     let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
     assert!(matches!(fs.wait(|| fs.create(&WHO, ROOT, b"new", &new)), Err(FsError::ReadOnly)));
+}
+
+/// A search for orphans that begins anew after each node that it had to wait for would pass the leaf
+/// millions of times.
+#[test]
+fn an_empty_leaf_that_many_nodes_share_is_damage_and_keeps_no_mount_busy() {
+    let mut surgeon = Surgeon::new(victim().closed.clone());
+    let (old, geometry) = (surgeon.state(), surgeon.geometry);
+    assert_eq!(old.level, 1);
+    let bitmap = surgeon.block(geometry.bitmap(0));
+    let free = (0..geometry.group_chunks(0)).rfind(|chunk| group::kind(&bitmap, *chunk) == ChunkKind::Free).expect("it is small");
+    let mut addresses = geometry.group_start(0) + free * CHUNK_BLOCKS..;
+    let mut put = |level: u8, children: &mut dyn Iterator<Item = (Key, u64)>| {
+        let address = addresses.next().expect("it has no end");
+        let mut block = Block::new(BlockKind::Node, address, &surgeon.superblock.uuid);
+        node::init(&mut block, level);
+        children.zip(0..).for_each(|((key, child), slot)| node::inner_insert(&mut block, slot, key, child));
+        block.seal(surgeon.block(old.root).sequence());
+        surgeon.put(address, &block);
+        address
+    };
+    let orphan = |number: usize| Key::new(INO_NONE, Kind::Orphan, number as u64);
+    let leaf = put(0, &mut std::iter::empty());
+    let inner: Vec<(Key, u64)> = (1..node::INNER_MAX)
+        .map(|n| n * node::INNER_MAX)
+        .map(|first| (orphan(first), put(1, &mut (first..first + node::INNER_MAX).map(|n| (orphan(n), leaf)))))
+        .collect();
+    let root = put(2, &mut inner.into_iter().chain([(Key::inode(ROOT), old.root)]));
+    surgeon.edit_state(|state| (state.root, state.level) = (root, 2));
+    let memory = device(&surgeon.image);
+    let refused = open(&(memory.clone() as Arc<dyn BlockDevice>)).err().expect("it looks for orphans");
+    assert!(refused.to_string().contains("node is empty"), "{refused}");
+    assert!(memory.reads() < 50, "{} reads", memory.reads());
+    assert!(check_and_mend(&(device(&surgeon.image) as Arc<dyn BlockDevice>)));
 }
 
 #[test]

@@ -198,6 +198,13 @@ pub const CASES: &[Case] = &[
         expect: |c| lost(c) > 3,
     },
     Case {
+        name: "leaf without items",
+        kind: Kind::Node,
+        damage: |s, subject| s.edit(leaf_of_many(s, subject), |leaf| node::init(leaf, 0)),
+        touched: &["/many/"],
+        expect: |c| lost(c) > 3,
+    },
+    Case {
         name: "space of a leaf does not add up",
         kind: Kind::Node,
         damage: |s, subject| s.edit(leaf_of_many(s, subject), |leaf| leaf.bytes_mut()[54] ^= 4),
