@@ -50,7 +50,11 @@ impl World {
                 let had = |view: &View, dir: u64, name: &[u8]| view.names.get(&dir).and_then(|e| e.get(name)).copied();
                 let replaces = Mutex::new(false);
                 let gone = self.change(|| {
-                    *replaces.lock() = had(self.state.lock().history.now(), to, &new).is_some();
+                    let state = self.state.lock();
+                    let now = state.history.now();
+                    // A file that is renamed to another of its own names is as it was.
+                    *replaces.lock() = had(now, to, &new).is_some_and(|old| had(now, dir, &name) != Some(old));
+                    drop(state);
                     fs.rename(&context, (dir, &name), (to, &new), mode, &mut Settling::default())
                 });
                 if gone.is_some() && mode == RenameMode::Replace && *replaces.lock() {
