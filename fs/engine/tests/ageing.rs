@@ -118,8 +118,8 @@ fn a_large_inode_that_a_crash_left_is_removed_by_parts() {
     fs.commit().expect("nothing fails");
     drop(fs);
     let fs = open(&device).expect("it can be opened");
-    assert!(!fs.volume().reap(1).expect("nothing fails"), "one operation does not remove all of it");
-    let others = (1..20).take_while(|_| !fs.volume().reap(1).expect("nothing fails")).count();
+    assert!(!fs.finish_orphans(1).expect("nothing fails"), "one operation does not remove all of it");
+    let others = (1..20).take_while(|_| !fs.finish_orphans(1).expect("nothing fails")).count();
     assert!((1..10).contains(&others), "{others}");
     assert_eq!(fs.usage().inodes, before.inodes);
     assert_sound(&fs, "after a removal by parts");

@@ -16,6 +16,7 @@ mod hostile;
 mod limits;
 mod model;
 mod orders;
+mod orphans;
 mod overlap;
 mod reuse;
 mod ruined;

@@ -73,10 +73,10 @@ fn a_truncation_that_cannot_be_ended_concerns_its_file_alone() {
     let fs = open(&device).expect("one file is damaged");
     let shortened = fs.wait(|| fs.set_size(&WHO, ino, 200 * 4096));
     assert!(matches!(shortened, Err(FsError::Corrupt(_))));
-    // What lies below its end is written down, although a sync returns the error.
+    // What lies below its end is written down.
     fs.wait(|| fs.write(ino, 0, &[9; 4096], NOW)).unwrap();
     fs.wait(|| fs.write(ino, 4096, &[9; 4096], NOW)).unwrap();
-    assert!(matches!(fs.sync_file(ino), Err(FsError::Corrupt(_))));
+    fs.sync_file(ino).expect("a sync has nothing to do with what lies beyond");
     fs.commit().unwrap();
     drop(fs);
     for _ in 0..2 {

@@ -267,7 +267,7 @@ fn run(seed: u64, discard: bool, seconds: u64) {
         }
         let keep = move |round, _: &mut Random| {
             fs.commit().expect("nothing fails");
-            fs.volume().discard_freed();
+            fs.volume().discard_freed(|| true);
             match round % 16 {
                 0 => fs.write_back().expect("nothing fails"),
                 1 => fs.volume().checkpoint().expect("nothing fails"),

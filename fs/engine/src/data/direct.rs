@@ -171,7 +171,7 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let last = runs().map(|run| run.end).max().unwrap_or(0);
-        self.may_grow(&state, ino, last * BLOCK)?;
+        self.may_grow(&mut state, ino, last * BLOCK)?;
         // A tail that is written over as a whole has nothing beyond the old end to keep. Asked
         // first: reading the tail would put a page into the buffer; this write would then wait for
         // that page to go, and have it read again, for ever.
@@ -313,14 +313,20 @@ impl Filesystem {
     }
 
     /// The mappings of a file for its reader, from block `from` on, at most `limit`, and the size
-    /// of the file. Stalls until the file's data in memory is written back.
+    /// of the file. Stalls until the file's data in memory is written back. What a truncation has
+    /// still to free is not the file's any more.
     pub fn resolve(&self, ino: u64, from: u64, to: u64, limit: usize) -> Attempt<(Vec<Mapping>, u64)> {
         let file = self.files.find(ino);
-        let state = file.as_ref().map(|file| file.state.lock());
+        let mut state = file.as_ref().map(|file| file.state.lock());
         if state.as_ref().is_some_and(|s| s.has_dirty(from, to)) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let size = self.size_of_regular(state.as_deref().unwrap_or(&Default::default()), ino)?;
+        let is_cut_short = match &mut state {
+            Some(state) => self.is_cut_short(state, ino)?,
+            None => self.volume.is_cut_short(ino)?,
+        };
+        let to = if is_cut_short { to.min(size.div_ceil(BLOCK)) } else { to };
         Ok((self.volume.mappings(ino, from, to, limit)?, size))
     }
 }

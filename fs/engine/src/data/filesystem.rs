@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
@@ -71,6 +71,9 @@ pub struct Preloaded {
 #[derive(Default)]
 pub struct Settling(Option<(Arc<File>, u64)>);
 
+/// How long the end of a mount goes on with orphans. The rest is left to the next mount: umount(8)
+/// waits, and what ends the system kills a program that takes long.
+const LAST_ORPHANS: Duration = Duration::from_secs(1);
 /// Bytes of read buffers kept for reuse.
 const READ_BUFFERS: usize = 64 << 20;
 
@@ -83,13 +86,9 @@ impl Filesystem {
         let device = io.device().clone();
         let pages = PagePool::new(&device, options.write_buffer)?;
         let volume = Volume::open(io, options.volume)?;
-        let files = Files::default();
-        for ino in volume.take_cut_short() {
-            files.get(ino).state.lock().truncation = Truncation::Pending;
-        }
         Ok(Arc::new(Filesystem {
             volume,
-            files,
+            files: Files::default(),
             pages,
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,
@@ -98,12 +97,21 @@ impl Filesystem {
         }))
     }
 
-    /// Writes everything back and closes the volume.
+    /// Writes everything back and closes the volume. No process uses it any more.
     ///
     /// # Errors
     /// The device failed; the volume is recovered when it is opened again. [`FsError::Lost`] when
-    /// the volume is well, but data was lost and no caller has been told.
+    /// the volume is well, but data was lost and no caller has been told. Or an orphan cannot be
+    /// finished, and all else is as it should be ([`Filesystem::is_written_down`]).
     pub fn close(self: &Arc<Self>) -> Result<(), FsError> {
+        self.close_within(LAST_ORPHANS)
+    }
+
+    /// As [`Filesystem::close`], with so much time for orphans.
+    ///
+    /// # Errors
+    /// As for [`Filesystem::close`].
+    pub fn close_within(self: &Arc<Self>, time: Duration) -> Result<(), FsError> {
         let written = self.flush_all();
         let mut files = 0;
         for file in self.files.all() {
@@ -115,13 +123,14 @@ impl Filesystem {
             }
         }
         let told = if files == 0 { Ok(()) } else { Err(FsError::Lost { files }) };
+        let finished = self.finish_last_orphans(time);
         let closed = self.volume.close();
-        self.written_down.store(written.is_ok() && told.is_ok() && self.volume.is_closed(), Ordering::Release);
-        written.and(closed).and(told)
+        self.written_down.store(written.is_ok() && told.is_ok() && closed.is_ok(), Ordering::Release);
+        written.and(closed).and(finished).and(told)
     }
 
     /// Whether [`Filesystem::close`] left everything on the device. It may have failed nonetheless,
-    /// of an inode that cannot be removed.
+    /// of an orphan that cannot be finished.
     pub fn is_written_down(&self) -> bool {
         self.written_down.load(Ordering::Acquire)
     }
@@ -363,8 +372,8 @@ impl Filesystem {
         self.volume.reap_together(inos)
     }
 
-    /// Drops what is in memory of an inode that is about to be removed.
-    fn drop_content(&self, ino: u64) -> Attempt<()> {
+    /// Drops what is in memory of an inode that has no name and that no process uses any more.
+    pub fn drop_content(&self, ino: u64) -> Attempt<()> {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
         let mut state = file.state.lock();
         self.drop_pages(&mut state, 0);
@@ -373,6 +382,10 @@ impl Filesystem {
         }
         (state.newer.size, state.newer.changed) = (None, None);
         state.errors.clear();
+        if state.truncation == Truncation::Pending {
+            // What is beyond the end goes with the rest.
+            state.truncation = Truncation::Over;
+        }
         Ok(())
     }
 

@@ -16,6 +16,7 @@ mod errors;
 mod file;
 mod filesystem;
 mod in_place;
+mod orphans;
 mod page_map;
 mod pages;
 mod place;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::item::FILE_SIZE_MAX;
+use parking_lot::MutexGuard;
 
 use super::file::{File, FileState, Truncation};
 use super::filesystem::Filesystem;
@@ -48,24 +49,44 @@ impl Filesystem {
         self.attributes(ino)
     }
 
-    /// Frees, step by step, the blocks that a truncation has left beyond the end of a file. Other
-    /// operations wait for this only if they make the file grow.
+    /// Whether a truncation has left blocks beyond the end of a file that are still to be freed.
+    pub(super) fn is_cut_short(&self, state: &mut FileState, ino: u64) -> Attempt<bool> {
+        if state.truncation == Truncation::Unknown {
+            let is_cut_short = self.volume.is_cut_short(ino)?;
+            state.truncation = if is_cut_short { Truncation::Pending } else { Truncation::Over };
+        }
+        Ok(state.truncation != Truncation::Over)
+    }
+
+    /// Frees the blocks that a truncation has left beyond the end of a file. Other operations wait
+    /// for this only if they make the file grow.
     pub(super) fn finish_truncation(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
         let mut state = file.state.lock();
         self.wait_until(file, &mut state, |state| state.truncation != Truncation::InFlight);
-        if state.truncation == Truncation::Over {
-            return Ok(());
+        self.free_remains(file, state, &mut || true).map(drop)
+    }
+
+    /// Frees, step by step as long as `goes_on` says so, what a truncation has left that no thread
+    /// frees. Returns whether there is more.
+    pub(super) fn free_remains(
+        &self,
+        file: &File,
+        mut state: MutexGuard<FileState>,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<bool, FsError> {
+        if state.truncation != Truncation::Pending {
+            return Ok(false);
         }
         state.truncation = Truncation::InFlight;
         drop(state);
         let freed = loop {
             match self.volume.wait(|| self.volume.truncate_step(file.ino)) {
-                Ok(true) => {}
-                Ok(false) | Err(FsError::NotFound) => break Ok(()),
-                Err(error) => break Err(error),
+                Ok(true) if goes_on() => {}
+                Err(FsError::NotFound) => break Ok(false),
+                freed => break freed,
             }
         };
-        file.state.lock().truncation = if freed.is_ok() { Truncation::Over } else { Truncation::Pending };
+        file.state.lock().truncation = if matches!(freed, Ok(false)) { Truncation::Over } else { Truncation::Pending };
         file.landed.notify_all();
         freed
     }
@@ -78,7 +99,7 @@ impl Filesystem {
             return Err(Fail::Stall(Stall::InFlight { ino }));
         }
         // A size that grows must not be stored before the data below it is on the device.
-        if state.truncation != Truncation::Over || (state.buffer.dirty > 0 && size > stored) {
+        if self.is_cut_short(state, ino)? || (state.buffer.dirty > 0 && size > stored) {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         // The kernel sets the size, so it knows the size.
@@ -111,13 +132,14 @@ impl Filesystem {
 
     /// Passes when a size of `end` bytes may be stored. Stalls while blocks that it would uncover
     /// are still to be freed, or to be overwritten by data in memory.
-    pub(super) fn may_grow(&self, state: &FileState, ino: u64, end: u64) -> Attempt<()> {
-        if state.truncation == Truncation::Over && state.buffer.pages.is_empty() && state.in_flight.pages.is_empty() {
+    pub(super) fn may_grow(&self, state: &mut FileState, ino: u64, end: u64) -> Attempt<()> {
+        let is_cut_short = self.is_cut_short(state, ino)?;
+        if !is_cut_short && state.buffer.pages.is_empty() && state.in_flight.pages.is_empty() {
             return Ok(());
         }
         let stored = self.volume.stored_attributes(ino)?.inode.size;
         let tail = stored / BLOCK;
-        let uncovers = state.truncation != Truncation::Over || (state.may_hide(stored) && state.has_dirty(tail, tail + 1));
+        let uncovers = is_cut_short || (state.may_hide(stored) && state.has_dirty(tail, tail + 1));
         if end > stored && uncovers { Err(Fail::Stall(Stall::File { ino })) } else { Ok(()) }
     }
 
@@ -139,6 +161,7 @@ impl Filesystem {
             return Err(FsError::Invalid("an empty range"));
         }
         self.flush_file(ino)?;
+        self.has_no_remains(ino)?;
         let grow = matches!(what, Allocate::Reserve { grow: true } | Allocate::Zero { grow: true });
         let size = self.wait(|| self.attributes(ino))?.inode.size;
         if grow && end > size {
@@ -159,13 +182,24 @@ impl Filesystem {
             let mut state = file.state.lock();
             let now = state.newer.time_of_change(context.now);
             let stamp = Stamp { size: grow.then_some(end), changed: Some(now) };
-            self.may_grow(&state, ino, stamp.size.unwrap_or(0))?;
+            self.may_grow(&mut state, ino, stamp.size.unwrap_or(0))?;
             self.volume.stamp(ino, &stamp)?;
             state.newer.changed_at(now);
             Ok(())
         });
         self.release(&file);
         stamped
+    }
+
+    /// Ends a truncation that is not over: it would free what is preallocated beyond the end.
+    fn has_no_remains(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
+        let file = self.files.get(ino);
+        let ended = self.wait(|| match self.is_cut_short(&mut file.state.lock(), ino)? {
+            true => Err(Fail::Stall(Stall::File { ino })),
+            false => Ok(()),
+        });
+        self.release(&file);
+        ended
     }
 
     /// Preallocates the holes in blocks `from..to`.

@@ -9,7 +9,7 @@ use gpunvme_layout::item::FILE_SIZE_MAX;
 use gpunvme_layout::{FileType, Geometry, Timestamp};
 use smallvec::SmallVec;
 
-use super::file::{File, FileState, NodesPromised, Truncation};
+use super::file::{File, FileState, NodesPromised};
 use super::filesystem::Filesystem;
 use super::page_map::{BufferedPages, Entry, without};
 use super::pages::Pages;
@@ -105,7 +105,7 @@ impl Filesystem {
         if state.in_flight.direct.iter().any(touches) {
             return Err(Fail::Stall(Stall::InFlight { ino }));
         }
-        if end > size && state.truncation != Truncation::Over {
+        if end > size && self.is_cut_short(state, ino)? {
             return Err(Fail::Stall(Stall::File { ino }));
         }
         let gap = self.tail_before(state, ino, size, first)?;

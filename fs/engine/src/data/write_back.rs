@@ -243,15 +243,18 @@ impl Filesystem {
         flushed
     }
 
-    /// As [`Filesystem::flush_file`], for an operation that wants it on the device.
+    /// As [`Filesystem::flush_file`], for an operation that wants it on the device, and nothing
+    /// beyond the end of the file.
     ///
     /// # Errors
-    /// Also that of data that was lost meanwhile.
+    /// Also that of data that was lost meanwhile, and of a truncation that cannot be ended.
     pub(super) fn flush_whole(self: &Arc<Self>, ino: u64) -> Result<(), FsError> {
-        let errors = |file: Arc<File>| file.state.lock().errors.count();
-        let before = self.files.find(ino).map_or(0, errors);
-        self.flush_file(ino)?;
         let Some(file) = self.files.find(ino) else { return Ok(()) };
+        let before = file.state.lock().errors.count();
+        let truncated = self.finish_truncation(&file);
+        self.flush(&file)?;
+        self.release(&file);
+        truncated?;
         let mut state = file.state.lock();
         if state.errors.count() == before {
             return Ok(());
@@ -260,8 +263,6 @@ impl Filesystem {
     }
 
     fn flush(self: &Arc<Self>, file: &Arc<File>) -> Result<(), FsError> {
-        // What is in memory lies below the end, whatever comes of it.
-        let truncated = self.finish_truncation(file);
         let (number, grown, shrinks) = {
             let mut state = file.state.lock();
             state.in_flight.flushes.begun += 1;
@@ -278,7 +279,7 @@ impl Filesystem {
         self.volume.wait(|| self.stamp(file, grown, shrinks))?;
         let mut state = file.state.lock();
         state.in_flight.flushes.done = state.in_flight.flushes.done.max(number);
-        truncated
+        Ok(())
     }
 
     /// Waits for something that ends with a write or a truncation of the file.

@@ -178,8 +178,9 @@ impl Volume {
     }
 
     /// Tells the device of the blocks that were freed last, where they lie side by side, and lets
-    /// the allocator have them. A failure is logged: it costs nothing but the device's speed.
-    pub fn discard_freed(&self) {
+    /// the allocator have them; untold once `goes_on` says no more. A failure is logged: it costs
+    /// nothing but the device's speed.
+    pub fn discard_freed(&self, goes_on: impl Fn() -> bool) {
         let mut freed = std::mem::take(&mut *self.discards.lock());
         freed.sort_unstable_by_key(|run| run.start);
         let mut left = freed.as_slice();
@@ -196,8 +197,8 @@ impl Volume {
                 }
             }
             let worth: Vec<Run> = runs.iter().copied().filter(|run| run.len >= FREED_MIN).collect();
-            if self.space_waits.has_waiting() {
-                // They are needed now.
+            if self.space_waits.has_waiting() || !goes_on() {
+                // They are needed now, or the mount ends.
                 self.free_busy(&runs);
             } else {
                 let _turn = self.space_waits.discard();

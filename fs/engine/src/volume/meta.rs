@@ -9,6 +9,7 @@ use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 use super::busy::Busy;
 use super::cache::Cache;
 use super::directories::Directories;
+use super::orphan::Orphans;
 use super::place::Place;
 use super::promised::Promised;
 use super::reserved::ReservedChunks;
@@ -53,6 +54,8 @@ pub(crate) struct Meta {
     pub promised: Promised,
     /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
     pub emptied: Vec<(u64, u64)>,
+    /// The orphans that earlier mounts left.
+    pub orphans: Orphans,
     /// Free nodes in all chunks of metadata, once they were counted.
     pub free_nodes: Option<u64>,
     /// Those of them that are of the margin: in chunks of it that extents have made metadata's.
@@ -108,6 +111,7 @@ impl Meta {
             reserved: ReservedChunks::default(),
             promised: Promised::default(),
             emptied: Vec::new(),
+            orphans: Orphans::default(),
             free_nodes: None,
             margin_nodes: 0,
             hints: Hints::default(),

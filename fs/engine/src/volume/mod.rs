@@ -6,8 +6,8 @@
 //! may wait for the device. A front end tries once where it must not wait, and hands the operation
 //! to such a thread when the attempt stalls.
 //!
-//! The volume has no threads and no clock: its owner calls [`Volume::commit`],
-//! [`Volume::checkpoint`] and [`Volume::reap`], and passes the time in a [`Context`].
+//! The volume has no threads: its owner calls [`Volume::commit`] and [`Volume::checkpoint`], and
+//! passes the time in a [`Context`].
 //!
 //! Locks, in the order in which they are taken: a file's lock ([`crate::data`]), the anchors' lock,
 //! which a checkpoint holds, the journal lock, which a commit holds, the metadata lock, the epochs'

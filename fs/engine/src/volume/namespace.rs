@@ -7,10 +7,11 @@ use gpunvme_layout::{Corrupt, Dirent, FileType, Inode, Key, Kind};
 
 use super::attr::Attributes;
 use super::dir::{self, Found};
+use super::io::blocks_of;
 use super::meta::Blocks;
 use super::op::Op;
 use super::open::{Context, Volume};
-use super::{inode, orphan, permissions, tree};
+use super::{extents, inode, orphan, permissions, tree};
 use crate::error::{Attempt, FsError};
 
 /// Names that an inode can have.
@@ -101,8 +102,9 @@ impl Volume {
         if dir::find(&op, parent, name)?.is_some() {
             return Err(FsError::Exists.into());
         }
-        if inode.nlink == 0 {
-            // linkat(2) may bring back a file that lost its last name while it was open.
+        // linkat(2) may bring back a file that lost its last name while it was open. A truncation of
+        // it that is not over stays noted.
+        if inode.nlink == 0 && extents::mappings(&op, ino, blocks_of(inode.size), u64::MAX, 1)?.is_empty() {
             orphan::remove(&mut op, ino)?;
         }
         inode.nlink += 1;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use gpunvme_layout::{Block, BlockKind, Geometry, Inode, Key, Kind, State, node};
 use parking_lot::RwLockWriteGuard;
+use smallvec::SmallVec;
 
 use super::cache::Entry;
 use super::directories::Known;
@@ -51,6 +52,8 @@ pub(crate) struct Op<'a> {
     gone: [Option<Key>; ENTRIES],
     /// The directory that it makes.
     pub made: Option<u64>,
+    /// Inodes that it makes orphans, or that are none any more.
+    pub orphans: SmallVec<[(u64, bool); 1]>,
     finished: bool,
 }
 
@@ -100,6 +103,7 @@ impl<'a> Op<'a> {
             directories: [None; ENTRIES],
             gone: [None; ENTRIES],
             made: None,
+            orphans: SmallVec::new(),
             finished: false,
         })
     }
@@ -245,6 +249,9 @@ impl<'a> Op<'a> {
         self.directories.into_iter().flatten().for_each(|known| directories.keep(known));
         self.gone.into_iter().flatten().for_each(|key| directories.gone(key.ino(), key.offset()));
         self.made.into_iter().for_each(|dir| directories.made(dir));
+        for (ino, is_orphan) in std::mem::take(&mut self.orphans) {
+            self.meta.orphans.change(ino, is_orphan);
+        }
         self.finished = true;
         sequence
     }

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
@@ -19,6 +20,7 @@ use super::journal::{Anchors, GroupCommit, Journal};
 use super::lock::MetaLock;
 use super::meta::Meta;
 use super::op::Op;
+use super::orphan::Orphans;
 use super::run::Run;
 use super::space_waits::{SpaceWaits, Waiting};
 use super::tree;
@@ -68,6 +70,9 @@ const CHECKPOINTS_MAX: u32 = 3;
 /// Blocks of group descriptors that are read together: those of 16 TiB.
 const NEIGHBOURS: u64 = 256;
 
+/// How long the end of a mount tells the device of freed blocks: the rest is left to fstrim(8).
+const LAST_DISCARDS: Duration = Duration::from_secs(1);
+
 /// Record of what a waiting operation has waited for so far.
 #[derive(Default)]
 pub(crate) struct Waiter {
@@ -104,17 +109,11 @@ pub struct Volume {
     pub(crate) unflushed: Unflushed,
     /// The error that stopped all writing.
     pub(super) failed: OnceLock<FsError>,
-    /// Everything is durable, and nothing comes after it.
-    closed: AtomicBool,
     /// Whether freed blocks go to `discards` before they are used again.
     pub(super) discard: bool,
     /// Blocks that are free and still busy: the device is told of them first.
     pub(super) discards: Mutex<Vec<Run>>,
     pub(super) space_waits: Arc<SpaceWaits>,
-    /// Inodes that were without a name when the volume was opened.
-    pub(super) orphans: Mutex<Vec<u64>>,
-    /// Files whose truncation could not be ended when the volume was opened.
-    pub(super) cut_short: Mutex<Vec<u64>>,
 }
 
 impl Volume {
@@ -153,8 +152,10 @@ impl Volume {
             if volume.meta.read().state != state {
                 volume.meta.write().run_state();
             }
-            volume.finish_truncations()?;
         }
+        // Also meets a tree that cannot be read. What there is to finish, however much, waits.
+        let orphans = if read_only { Orphans::unknown() } else { Orphans::from(volume.wait(|| volume.next_orphan(0))?) };
+        volume.meta.write().orphans = orphans;
         Ok(volume)
     }
 
@@ -196,36 +197,26 @@ impl Volume {
             epochs: Arc::default(),
             unflushed: Unflushed::default(),
             failed: OnceLock::new(),
-            closed: AtomicBool::new(false),
             discard: false,
             discards: Mutex::default(),
             space_waits: Arc::default(),
-            orphans: Mutex::default(),
-            cut_short: Mutex::default(),
         }
     }
 
-    /// Makes everything durable and leaves nothing to recover. Data has to be written before.
+    /// Makes everything durable and leaves nothing to recover. Data has to be written before, and
+    /// orphans to be finished: those that are left stay noted for the next mount.
     ///
     /// # Errors
-    /// What the volume has failed with, now or before: what was not committed is lost. Or an inode
-    /// cannot be removed or shortened, and all else is as it should be ([`Volume::is_closed`]).
+    /// What the volume has failed with, now or before: what was not committed is lost.
     pub fn close(&self) -> Result<(), FsError> {
         if self.read_only {
             return Ok(());
         }
         self.writable()?;
-        // What cannot be finished stays noted for the next mount, and holds up nothing else.
-        let finished = self.finish_truncations().and_then(|()| self.reap(usize::MAX));
         self.close_journal()?;
-        self.closed.store(true, Ordering::Release);
-        self.discard_freed();
-        finished.map(drop)
-    }
-
-    /// Whether the volume has been left with nothing to recover; one that is only read always is.
-    pub fn is_closed(&self) -> bool {
-        self.read_only || self.closed.load(Ordering::Acquire)
+        let until = Instant::now() + LAST_DISCARDS;
+        self.discard_freed(|| Instant::now() < until);
+        Ok(())
     }
 
     /// The superblock, as it was when the volume was opened: growth changes it.

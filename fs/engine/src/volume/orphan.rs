@@ -1,11 +1,12 @@
 //! Orphans: inodes that lost their last name while they were still in use, and files whose
-//! truncation takes more than one operation. Each has an item in the tree, so that a mount after a
-//! crash finishes what was begun.
+//! truncation takes more than one operation. Each has an item in the tree, so that a later mount
+//! finishes what was begun ([`crate::data::Filesystem::finish_orphans`]).
 
 use std::ops::ControlFlow;
 
 use gpunvme_layout::key::INO_NONE;
 use gpunvme_layout::{Key, Kind};
+use rustc_hash::FxHashSet;
 
 use super::io::blocks_of;
 use super::meta::Blocks;
@@ -17,99 +18,94 @@ use crate::error::{Attempt, Fail, FsError};
 /// Items of one inode that one operation removes at the most.
 const ITEMS_PER_OP: usize = 32;
 
+/// What is known of the orphans that earlier mounts left.
+#[derive(Default)]
+pub(crate) struct Orphans {
+    /// The lowest number that may be one's; none where all were looked at.
+    next: Option<u64>,
+    /// Some of them are not finished by this mount.
+    stay: bool,
+    /// The orphans of this mount, which processes may use, as long as there may be others.
+    ours: FxHashSet<u64>,
+}
+
+impl Orphans {
+    /// Those of a volume that was just opened, by the first.
+    pub fn from(first: Option<u64>) -> Orphans {
+        Orphans { next: first, ..Orphans::default() }
+    }
+
+    /// Those of a volume that is not written.
+    pub fn unknown() -> Orphans {
+        Orphans { stay: true, ..Orphans::default() }
+    }
+
+    /// Notes that an operation made an inode an orphan, or that it is one no more.
+    pub fn change(&mut self, ino: u64, is_orphan: bool) {
+        if self.next.is_none() {
+            return;
+        }
+        if is_orphan {
+            self.ours.insert(ino);
+        } else {
+            self.ours.remove(&ino);
+        }
+    }
+}
+
 fn key(ino: u64) -> Key {
     Key::new(INO_NONE, Kind::Orphan, ino)
 }
 
 /// Remembers an inode; one that is remembered already stays so.
 pub(crate) fn add(op: &mut Op, ino: u64) -> Attempt<()> {
+    op.orphans.push((ino, true));
     tree::insert(op, key(ino), &[]).map(|_| ())
 }
 
 /// Forgets an inode.
 pub(crate) fn remove(op: &mut Op, ino: u64) -> Attempt<()> {
+    op.orphans.push((ino, false));
     tree::remove(op, key(ino)).map(|_| ())
 }
 
-/// Up to `limit` orphans whose number is not below `from`.
-fn list(blocks: &impl Blocks, from: u64, limit: usize) -> Attempt<Vec<u64>> {
-    let mut found = Vec::new();
-    tree::scan(blocks, key(from), |key, _| {
-        if !key.is(INO_NONE, Kind::Orphan) || found.len() >= limit {
-            return Ok(ControlFlow::Break(()));
-        }
-        found.push(key.offset());
-        Ok(ControlFlow::Continue(()))
-    })?;
-    Ok(found)
-}
-
-/// Whether an error concerns one inode, and others can go on.
-fn is_of_one(error: &FsError) -> bool {
-    matches!(error, FsError::Corrupt(_) | FsError::Device(_))
-}
-
 impl Volume {
-    /// Ends truncations that a crash interrupted, and notes the inodes without a name for removal:
-    /// no process can have them open after a crash. A file whose truncation cannot be ended is
-    /// noted, too ([`Volume::take_cut_short`]).
-    pub(crate) fn finish_truncations(&self) -> Result<(), FsError> {
-        let mut from = 0;
-        loop {
-            let found = self.wait(|| list(&*self.meta.read(), from, 1000))?;
-            for ino in &found {
-                match self.wait(|| self.stored_attributes(*ino)) {
-                    Ok(attributes) if attributes.inode.nlink > 0 => match self.finish_truncation(*ino) {
-                        Ok(()) => {}
-                        Err(error) if is_of_one(&error) => {
-                            tracing::error!(ino, %error, "a truncation cannot be ended: the file cannot grow");
-                            self.cut_short.lock().push(*ino);
-                        }
-                        Err(error) => return Err(error),
-                    },
-                    Ok(_) | Err(FsError::NotFound) => self.orphans.lock().push(*ino),
-                    Err(error) if is_of_one(&error) => tracing::error!(ino, %error, "an inode cannot be read"),
-                    Err(error) => return Err(error),
-                }
-            }
-            match found.last().and_then(|last| last.checked_add(1)) {
-                Some(next) => from = next,
-                None => return Ok(()),
-            }
+    /// The first orphan whose number is not below `from`.
+    pub(crate) fn next_orphan(&self, from: u64) -> Attempt<Option<u64>> {
+        let found = tree::scan(&*self.meta.read(), key(from), |key, _| Ok(ControlFlow::Break(key)))?;
+        Ok(found.filter(|key| key.is(INO_NONE, Kind::Orphan)).map(|key| key.offset()))
+    }
+
+    /// The lowest number that an orphan of an earlier mount may have; none where all were looked
+    /// at.
+    pub(crate) fn left_orphans(&self) -> Option<u64> {
+        self.meta.read().orphans.next
+    }
+
+    /// Notes how far the orphans of earlier mounts were looked at, and whether some of them stay.
+    pub(crate) fn orphans_are_left(&self, next: Option<u64>, stay: bool) {
+        let orphans = &mut self.meta.write().orphans;
+        orphans.next = next;
+        orphans.stay |= stay;
+        if next.is_none() {
+            orphans.ours = FxHashSet::default();
         }
     }
 
-    fn finish_truncation(&self, ino: u64) -> Result<(), FsError> {
-        while self.wait(|| self.truncate_step(ino))? {}
-        Ok(())
+    /// Whether an earlier mount may have left blocks beyond the end of a file.
+    pub(crate) fn is_cut_short(&self, ino: u64) -> Attempt<bool> {
+        let meta = self.meta.read();
+        let may_be = meta.orphans.next.is_some() || meta.orphans.stay;
+        Ok(may_be && tree::get(&*meta, key(ino))?.is_some())
     }
 
-    /// The files with blocks beyond their end that could not be freed: they must not grow.
-    pub(crate) fn take_cut_short(&self) -> Vec<u64> {
-        std::mem::take(&mut *self.cut_short.lock())
-    }
-
-    /// Removes inodes that a crash or the last unmount left without a name, in `limit` operations
-    /// at the most. Returns whether none is left. One that cannot be removed stays for the next
-    /// mount.
-    ///
-    /// # Errors
-    /// The last error, after the others were removed.
-    pub fn reap(&self, limit: usize) -> Result<bool, FsError> {
-        let mut reaped = Ok(());
-        for _ in 0..limit {
-            let Some(ino) = self.orphans.lock().pop() else { return reaped.map(|()| true) };
-            match self.wait(|| self.reap_step(ino)) {
-                Ok(false) => {}
-                Ok(true) => self.orphans.lock().push(ino),
-                Err(error) if is_of_one(&error) => {
-                    tracing::error!(ino, %error, "an inode without a name cannot be removed");
-                    reaped = Err(error);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        reaped.map(|()| self.orphans.lock().is_empty())
+    /// As [`Volume::reap_step`], of an inode that no process has used since the volume was opened;
+    /// of others it removes nothing.
+    pub(crate) fn reap_left(&self, ino: u64) -> Attempt<bool> {
+        let mut op = self.begin()?;
+        let more = !op.meta().orphans.ours.contains(&ino) && reap_part(&mut op, ino)?;
+        op.finish();
+        Ok(more)
     }
 
     /// Removes a part of an inode without a name, as much as one operation can. Returns whether

@@ -156,7 +156,7 @@ impl History {
             }
         }
         // Inodes that had no name any more are gone, and life goes on.
-        while !fs.volume().reap(usize::MAX).expect("nothing fails") {}
+        while !fs.finish_orphans(usize::MAX).expect("nothing fails") {}
         let all = View::of(fs, crate::common::ROOT).nodes.len() as u64;
         assert_eq!(fs.usage().inodes, all, "{what}: inodes without a name");
         fs.close().expect("a recovered volume can be closed");

@@ -16,9 +16,9 @@ use super::shared::Front;
 const WRITE_BACK: Duration = Duration::from_secs(1);
 /// How often the thread looks.
 const TICK: Duration = Duration::from_millis(200);
-/// Operations at a time that remove inodes without a name: as many small files, or parts of a large
-/// one. What is written and committed by time waits for them.
-const REAP: usize = 64;
+/// Operations at a time that finish what earlier mounts left: as many small files without a name,
+/// or parts of a large one. What is written and committed by time waits for them.
+const FINISH: usize = 64;
 
 /// The thread that keeps house. Dropping it ends the thread.
 pub(super) struct Housekeeping {
@@ -57,7 +57,7 @@ fn discard_freed(front: &Arc<Front>) {
     if front.fs.volume().has_to_discard() && !front.discarding.swap(true, Ordering::AcqRel) {
         let front = front.clone();
         front.clone().general.run(move || {
-            front.fs.volume().discard_freed();
+            front.fs.volume().discard_freed(|| !front.general.is_ending());
             front.discarding.store(false, Ordering::Release);
         });
     }
@@ -65,7 +65,7 @@ fn discard_freed(front: &Arc<Front>) {
 
 fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, Condvar)) {
     let fs = &front.fs;
-    let (mut written, mut committed, mut reaped) = (Instant::now(), Instant::now(), false);
+    let (mut written, mut committed, mut finished) = (Instant::now(), Instant::now(), false);
     loop {
         {
             let mut ending = ending.lock();
@@ -100,10 +100,10 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
         if fs.volume().wants_checkpoint() {
             let _ = fs.volume().checkpoint();
         }
-        if !reaped {
-            // One that cannot be removed is not tried again, and keeps no other from its turn.
-            reaped = fs.volume().reap(REAP).unwrap_or(false);
-            if reaped {
+        if !finished {
+            // One that cannot be finished is not tried again, and keeps no other from its turn.
+            finished = fs.finish_orphans(FINISH).unwrap_or(false);
+            if finished {
                 let _ = fs.volume().find_emptied_chunks();
             }
         }

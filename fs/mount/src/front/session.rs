@@ -100,11 +100,11 @@ impl Session {
         self.served.lock().take().expect("a session is joined once").join()
     }
 
-    /// Ends what goes on besides requests, after [`Session::join`], and removes the inodes that
-    /// only the kernel had. The filesystem is then ready to be closed.
+    /// Ends what goes on besides requests, after [`Session::join`]. The filesystem is then ready to
+    /// be closed, which removes the inodes that only the kernel had, as far as it has time.
     ///
     /// # Errors
-    /// The device failed, or an inode cannot be removed: the next mount tries again.
+    /// The device failed.
     pub fn end(self) -> Result<(), FsError> {
         let Session { front, housekeeping, late_fragments, .. } = self;
         // Before the workers: transfers that stalled go on there, and are waited for. Attached
@@ -116,14 +116,8 @@ impl Session {
         drop(late_fragments);
         front.overtaken.end();
         front.invalidations.end();
-        if !front.fs.volume().is_read_only() {
-            let reap = |ino| {
-                while front.fs.wait(|| front.fs.reap_step(ino))? {}
-                Ok(())
-            };
-            // All of them, whatever comes of one.
-            return front.lookups.orphans().into_iter().map(reap).fold(Ok(()), Result::and);
-        }
-        Ok(())
+        // Not worth writing back.
+        let drop_content = |ino| front.fs.wait(|| front.fs.drop_content(ino));
+        front.lookups.orphans().into_iter().map(drop_content).fold(Ok(()), Result::and)
     }
 }

@@ -55,8 +55,10 @@ pub(crate) struct Allocation {
 /// is over, the file must not grow: the old blocks would become part of it again.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Truncation {
-    /// Nothing is left to be freed.
+    /// It was not looked for one yet that an earlier mount did not end.
     #[default]
+    Unknown,
+    /// Nothing is left to be freed.
     Over,
     /// Blocks are left to be freed, and no thread frees them yet.
     Pending,

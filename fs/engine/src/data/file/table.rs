@@ -49,7 +49,7 @@ impl Files {
         let mut state = file.state.try_lock()?;
         // Two handles: the table's, and the caller's. With more, another thread is about to use it.
         let idle = !state.is_in_use() && state.is_clean() && state.buffer.pages.is_empty() && state.errors.is_empty();
-        let idle = idle && state.truncation == Truncation::Over;
+        let idle = idle && matches!(state.truncation, Truncation::Unknown | Truncation::Over);
         if !idle || Arc::strong_count(file) > 2 {
             return None;
         }

@@ -176,7 +176,7 @@ impl World {
                 let minimum = self.below(40);
                 fs.volume().trim(0, u64::MAX, minimum).expect("nothing fails");
             }
-            93..95 => fs.volume().discard_freed(),
+            93..95 => fs.volume().discard_freed(|| true),
             _ => {
                 let orphan = self.state.lock().orphans.pop();
                 if let Some(ino) = orphan

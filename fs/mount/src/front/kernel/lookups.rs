@@ -227,11 +227,10 @@ impl Lookups {
         self.shards.lock(ino).forget(ino);
     }
 
-    /// The orphans that are still counted. For the end of a mount, when no process uses it any
-    /// more.
+    /// The orphans that were not removed. For the end of a mount, when no process uses it any more.
     pub fn orphans(&self) -> Vec<u64> {
         let of = |shard: MutexGuard<'_, Shard>| {
-            shard.inodes.iter().filter(|(_, node)| node.orphan && !node.leaving).map(|(ino, _)| *ino).collect::<Vec<_>>()
+            shard.inodes.iter().filter(|(_, node)| node.orphan).map(|(ino, _)| *ino).collect::<Vec<_>>()
         };
         self.shards.lock_each().flat_map(of).collect()
     }

@@ -28,7 +28,7 @@ impl Front {
             }
         }
         let front = self.clone();
-        self.general.run(move || while front.remove_some() {});
+        self.general.run(move || while !front.general.is_ending() && front.remove_some() {});
     }
 
     /// Removes the next orphans. Returns whether there may be more.
@@ -60,13 +60,16 @@ impl Front {
         }
     }
 
-    /// Removes an orphan, on a thread that may wait.
+    /// Removes an orphan, on a thread that may wait. At the end of the mount it stays, to be removed
+    /// when the filesystem is closed, or by the next mount.
     pub(crate) fn remove_waiting(&self, ino: u64) {
-        let remove = || -> Result<(), FsError> {
-            while self.fs.wait(|| self.fs.reap_step(ino))? {}
-            Ok(())
-        };
-        self.removed(ino, remove());
+        while !self.general.is_ending() {
+            match self.fs.wait(|| self.fs.reap_step(ino)) {
+                Ok(true) => {}
+                Ok(false) => return self.removed(ino, Ok(())),
+                Err(error) => return self.removed(ino, Err(error)),
+            }
+        }
     }
 
     fn removed(&self, ino: u64, result: Result<(), FsError>) {
