@@ -48,6 +48,29 @@ fn write(fs: &Arc<Filesystem>, ino: u64, segments: &[Segment], region: &Arc<Regi
     Ok(())
 }
 
+/// What was found out about the block with the end is not forgotten from one attempt to the next.
+#[test]
+fn a_direct_write_behind_an_end_within_a_block_ends_where_nobody_holds_the_file() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(32 << 20);
+    make(&device);
+    let fs = open(&device).expect("it can be opened");
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    let ino = fs.wait(|| fs.create(&WHO, ROOT, b"file", &new)).expect("there is room").ino;
+    fs.wait(|| fs.write(ino, 0, &[7; 1000], NOW)).expect("there is room");
+    fs.close().expect("nothing fails");
+    drop(fs);
+    let fs = open(&device).expect("it was closed");
+    let region = Region::allocate(4096).expect("there is memory");
+    let segments = [Segment { file_offset: 9 * 4096, buffer_offset: 0, len: 4096 }];
+    let mut attempts = 0;
+    let planned = fs.wait(|| {
+        attempts += 1;
+        assert!(attempts < 10, "it goes on for ever");
+        fs.plan_direct_write(ino, &segments, &region, NOW)
+    });
+    drop(planned.expect("there is room"));
+}
+
 /// Snapshots of a file, which may be of any age, say where its bytes are, or that they are out of
 /// date. Returns how many ranges were found.
 fn check_snapshots(fs: &Arc<Filesystem>, snapshots: &[Snapshot], model: &[u8], random: &mut Random, when: &str) -> usize {

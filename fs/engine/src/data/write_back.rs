@@ -252,8 +252,8 @@ impl Filesystem {
         let Some(file) = self.files.find(ino) else { return Ok(()) };
         let before = file.state.lock().errors.count();
         let truncated = self.finish_truncation(&file);
+        // It stays in memory: the operation comes back to it, and may rely on what is known by now.
         self.flush(&file)?;
-        self.release(&file);
         truncated?;
         let mut state = file.state.lock();
         if state.errors.count() == before {
