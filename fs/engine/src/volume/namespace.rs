@@ -102,8 +102,8 @@ impl Volume {
         if dir::find(&op, parent, name)?.is_some() {
             return Err(FsError::Exists.into());
         }
-        // linkat(2) may bring back a file that lost its last name while it was open. A truncation of
-        // it that is not over stays noted.
+        // linkat(2) may bring back a file that lost its last name while it was open. A truncation
+        // of it that is not over stays noted.
         if inode.nlink == 0 && extents::mappings(&op, ino, blocks_of(inode.size), u64::MAX, 1)?.is_empty() {
             orphan::remove(&mut op, ino)?;
         }

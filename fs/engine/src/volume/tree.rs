@@ -79,8 +79,9 @@ pub(crate) fn load(blocks: &impl Blocks, address: u64, level: u8) -> Attempt<&Bl
     if node::level(block) != level {
         return Err(Corrupt::Field { address, what: "node is not of the level that its parent expects" }.into());
     }
-    // Only the root of a tree without items is empty. Below it, any number of parents could point to
-    // one empty leaf, of which no key says that it lies elsewhere: a scan would pass it each time.
+    // Only the root of a tree without items is empty. Below it, any number of parents could point
+    // to one empty leaf, of which no key says that it lies elsewhere: a scan would pass it each
+    // time.
     if node::count(block) == 0 && level < blocks.meta().state.level {
         return Err(Corrupt::Field { address, what: node::EMPTY }.into());
     }

@@ -265,8 +265,8 @@ fn a_volume_with_an_unknown_read_only_feature_can_be_read_and_is_neither_written
     assert!(matches!(fs.wait(|| fs.create(&WHO, ROOT, b"new", &new)), Err(FsError::ReadOnly)));
 }
 
-/// A search for orphans that begins anew after each node that it had to wait for would pass the leaf
-/// millions of times.
+/// A search for orphans that begins anew after each node that it had to wait for would pass the
+/// leaf millions of times.
 #[test]
 fn an_empty_leaf_that_many_nodes_share_is_damage_and_keeps_no_mount_busy() {
     let mut surgeon = Surgeon::new(victim().closed.clone());

@@ -60,8 +60,8 @@ impl Front {
         }
     }
 
-    /// Removes an orphan, on a thread that may wait. At the end of the mount it stays, to be removed
-    /// when the filesystem is closed, or by the next mount.
+    /// Removes an orphan, on a thread that may wait. At the end of the mount it stays, to be
+    /// removed when the filesystem is closed, or by the next mount.
     pub(crate) fn remove_waiting(&self, ino: u64) {
         while !self.general.is_ending() {
             match self.fs.wait(|| self.fs.reap_step(ino)) {
