@@ -5,8 +5,8 @@
 //! for ever: a socket lingers until its peer takes what was sent, a file of a FUSE mount waits for
 //! its server's answer. So there is a fixed number of threads for it, of which each user has a
 //! quota; a user who has used it up is refused before anything more is taken in; and nothing
-//! ever waits for these threads, the end of the mount included. One is always there: where the
-//! system gives no other, what waits is still answered.
+//! ever waits for these threads, the end of the mount included. One that is idle stays: where the
+//! system gives no other, what comes is still answered.
 
 use crate::quota::quota;
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -190,7 +190,7 @@ impl Shared {
                 break;
             }
             state.idle += 1;
-            let is_over = match (state.turns.is_empty(), state.threads) {
+            let is_over = match (state.turns.is_empty(), state.idle) {
                 (false, _) => self.work.wait_for(&mut state, LOOK).timed_out(),
                 (true, 1) => {
                     self.work.wait(&mut state);
@@ -199,7 +199,8 @@ impl Shared {
                 (true, _) => self.work.wait_for(&mut state, IDLE_TIMEOUT).timed_out(),
             };
             state.idle -= 1;
-            if is_over && state.turns.is_empty() && state.threads > 1 {
+            // The others may be stuck.
+            if is_over && state.turns.is_empty() && state.idle > 0 {
                 break;
             }
         }
@@ -319,6 +320,11 @@ mod tests {
         std::thread::sleep(IDLE_TIMEOUT + LOOK);
         assert_eq!(threads(&intake), 1);
         assert_eq!(ask(&intake, 0).recv(), Ok(Turn::Taken));
+        // Nor does it go where another is stuck.
+        let kept = keep(&intake, 1000);
+        std::thread::sleep(IDLE_TIMEOUT + LOOK);
+        assert!(intake.shared().state.lock().idle > 0);
+        drop(kept);
         let (shared, since) = (Arc::downgrade(intake.shared()), Instant::now());
         drop(intake);
         while shared.strong_count() > 0 {

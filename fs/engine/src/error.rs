@@ -177,6 +177,8 @@ pub enum Stall {
     Reuse,
     /// Chunks of metadata that emptied: a checkpoint gives them back to all uses.
     Checkpoint,
+    /// What earlier mounts left to be freed.
+    Orphans,
     /// Room in the write buffer.
     Memory,
     /// Nodes of the tree that are promised to writes which are not over.

@@ -20,6 +20,8 @@ const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
 const BLOCK: u64 = 4096;
 /// Size of a file whose truncation was cut short: in the middle of its first block.
 const SIZE: u64 = 1000;
+/// An inode that cannot be read.
+const RUINED: u64 = 1000;
 /// Extents of a file that no few operations free.
 const MANY: u64 = 3000;
 
@@ -176,6 +178,11 @@ fn a_file_that_was_cut_short_and_is_open_without_a_name_stays_whole() {
     assert!(fs.finish_orphans(usize::MAX).expect("nothing fails"));
     fs.flush_all().expect("nothing fails");
     assert_eq!(fs.read(ino, 0, 1 << 20).expect("it is open"), [7; SIZE as usize]);
+    // Its end was freed with that, or never would be seen to be no part of it.
+    fs.wait(|| fs.set_size(&WHO, ino, 40 * BLOCK)).expect("it grows");
+    assert!(fs.read(ino, SIZE, 1 << 20).expect("it can be read").iter().all(|byte| *byte == 0), "old bytes");
+    fs.wait(|| fs.set_size(&WHO, ino, SIZE)).expect("it shrinks");
+    fs.flush_all().expect("nothing fails");
     assert_eq!(fs.read(other, 0, 1 << 20).expect("it is open"), [5; 9000]);
     fs.wait(|| fs.link(&WHO, ino, ROOT, b"again")).expect("it is open");
     fs.commit().expect("nothing fails");
@@ -187,6 +194,72 @@ fn a_file_that_was_cut_short_and_is_open_without_a_name_stays_whole() {
     assert!(fs.wait(|| fs.attributes(other)).is_err(), "it had no name");
     assert_eq!(fs.wait(|| fs.attributes(ino)).expect("it has a name").inode.nlink, 1);
     assert_sound(&fs, "finished");
+}
+
+/// Of a file without a name the item says that it is an orphan, and not that something lies beyond
+/// its end: also where what an earlier mount left cannot be finished.
+#[test]
+fn a_file_without_a_name_grows_beside_what_an_earlier_mount_left() {
+    let (image, _) = cut_short(MANY);
+    for is_ruined in [false, true] {
+        let mut surgeon = Surgeon::new(image.clone());
+        if is_ruined {
+            surgeon.insert(Key::new(0, Kind::Orphan, RUINED), &[]);
+            surgeon.insert(Key::inode(RUINED), &[1; 3]);
+        }
+        let (_, fs) = opened(&surgeon.image);
+        if is_ruined {
+            assert!(fs.finish_orphans(usize::MAX).is_err(), "one cannot be finished");
+        }
+        let new = NewNode { mode: 0o100600, umask: 0, rdev: 0, target: &[] };
+        let unnamed = || fs.wait(|| fs.create_unnamed(&WHO, ROOT, &new)).expect("there is room").ino;
+        let forgotten = |ino| {
+            fs.sync_file(ino).expect("nothing fails");
+            (0..3).for_each(|_| fs.write_back().expect("nothing fails"));
+        };
+        let (appended, grown, reserved, kept) = (unnamed(), unnamed(), unnamed(), unnamed());
+        for ino in [appended, grown] {
+            fs.wait(|| fs.write(ino, 0, &[5; 100], NOW)).expect("there is room");
+            forgotten(ino);
+        }
+        let attempts = std::cell::Cell::new(0);
+        let counted = || {
+            attempts.set(attempts.get() + 1);
+            assert!(attempts.get() < 20, "it never ends");
+        };
+        fs.wait(|| (counted(), fs.write(appended, 100, &[6; 100], NOW)).1).expect("there is room");
+        fs.wait(|| (counted(), fs.set_size(&WHO, grown, 5000)).1).expect("it grows");
+        assert_eq!(fs.read(appended, 0, 1 << 20).expect("it is open"), [[5; 100], [6; 100]].concat());
+        let blocks = |ino| fs.wait(|| fs.attributes(ino)).expect("it is open").inode.blocks;
+        fs.allocate(&WHO, reserved, 0, 100 * BLOCK, Allocate::Reserve { grow: true }).expect("there is room");
+        fs.allocate(&WHO, kept, 0, 100 * BLOCK, Allocate::Reserve { grow: false }).expect("there is room");
+        forgotten(kept);
+        fs.wait(|| fs.write(kept, 0, &[5; BLOCK as usize], NOW)).expect("there is room");
+        forgotten(kept);
+        assert_eq!((blocks(reserved), blocks(kept)), (100, 100), "ruined: {is_ruined}");
+        // With a name it is no orphan, whatever was preallocated.
+        fs.wait(|| fs.link(&WHO, kept, ROOT, b"kept")).expect("it is open");
+        fs.finish_orphans(usize::MAX).unwrap_or(true);
+        assert_eq!(blocks(kept), 100, "ruined: {is_ruined}");
+    }
+}
+
+/// What an earlier mount left is freed for a write that finds no room.
+#[test]
+fn a_volume_that_is_full_of_what_is_to_be_freed_has_room() {
+    let (image, ino) = cut_short(MANY);
+    let (_, fs) = opened(&image);
+    let free = fs.usage().available * BLOCK;
+    let large = create(&fs, b"large");
+    let mut at = 0;
+    while at < free + MANY / 2 * BLOCK {
+        fs.wait(|| fs.write(large, at, &[3; 1 << 20], NOW)).expect("there is room once more is freed");
+        at += 1 << 20;
+    }
+    fs.sync_file(large).expect("nothing fails");
+    let (_, fs) = opened(&image);
+    fs.allocate(&WHO, ino, 0, free + MANY / 2 * BLOCK, Allocate::Reserve { grow: true }).expect("there is room");
+    assert_sound(&fs, "full");
 }
 
 #[test]

@@ -199,7 +199,7 @@ pub(crate) fn listed_mount(device: &str) -> Result<Option<Mount>, ClaimError> {
 
 /// Whether a mount that names a device may have it. A user may give any name to a mount of FUSE: it
 /// counts where it is root's or this process's user's, or the device's owner's.
-fn may_have(mount: &Mount, device: &str) -> bool {
+pub fn may_have(mount: &Mount, device: &str) -> bool {
     let owner = || path_of(device).and_then(|path| fs::metadata(path).ok()).map(|status| status.uid());
     mount.user.is_none_or(|user| user == 0 || user == geteuid().as_raw() || Some(user) == owner())
 }

@@ -6,11 +6,7 @@ use super::error::{CudaError, Unavailable, Version};
 use super::gpu::{Device, Gpu, NoSuchGpu, Which};
 use cudarc::driver::sys::{CUstreamCaptureMode, CUstreamCaptureMode_enum};
 use std::marker::PhantomData;
-use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
-
-/// How long it is not tried again to load the driver.
-const PATIENCE: Duration = Duration::from_secs(1);
+use std::sync::OnceLock;
 
 /// The driver, with at least one GPU.
 pub struct Cuda {
@@ -20,32 +16,19 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// Loads the driver when it is first called. Where that fails it is tried again, once a second
-    /// at the most: descriptors may have been short, or the driver not ready.
+    /// Loads the driver when it is first called; afterwards the answer is what it was then. What
+    /// was not found for want of descriptors is looked for again.
     ///
     /// # Errors
     /// [`Unavailable`] says what is missing.
     pub fn load() -> Result<&'static Cuda, Unavailable> {
-        static CUDA: OnceLock<Cuda> = OnceLock::new();
-        static FAILED: Mutex<Option<(Unavailable, Instant)>> = Mutex::new(None);
-        if let Some(cuda) = CUDA.get() {
-            return Ok(cuda);
-        }
-        let mut failed = FAILED.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(cuda) = CUDA.get() {
-            return Ok(cuda); // by another thread, meanwhile
-        }
-        if let Some((why, at)) = &*failed
-            && at.elapsed() < PATIENCE
-        {
-            return Err(why.clone());
+        static CUDA: OnceLock<Result<Cuda, Unavailable>> = OnceLock::new();
+        if let Some(known) = CUDA.get() {
+            return known.as_ref().map_err(Clone::clone);
         }
         match Cuda::start() {
-            Ok(cuda) => Ok(CUDA.get_or_init(|| cuda)),
-            Err(why) => {
-                *failed = Some((why.clone(), Instant::now()));
-                Err(why)
-            }
+            Err(why) if is_short_of_descriptors() => Err(why),
+            found => CUDA.get_or_init(|| found).as_ref().map_err(Clone::clone),
         }
     }
 
@@ -111,4 +94,11 @@ impl Drop for CapturesLeftAlone {
             tracing::warn!(%error, "a thread's calls do not end graph captures any more");
         }
     }
+}
+
+/// Whether this process, or the system, has no descriptor left.
+fn is_short_of_descriptors() -> bool {
+    const ENFILE: i32 = 23;
+    const EMFILE: i32 = 24;
+    std::fs::File::open("/dev/null").is_err_and(|error| matches!(error.raw_os_error(), Some(ENFILE | EMFILE)))
 }

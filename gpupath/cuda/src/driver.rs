@@ -120,7 +120,11 @@ impl Driver {
 
     fn start() -> Result<Driver, Unavailable> {
         // SAFETY: libcuda's constructors are made to run in any process that looks for it.
-        if !unsafe { sys::is_culib_present() } {
+        let is_there = unsafe { sys::is_culib_present() };
+        // What was there is opened once more for good, or else that panics: descriptors may be
+        // gone by then.
+        // SAFETY: as above.
+        if !is_there || std::panic::catch_unwind(|| unsafe { sys::culib() }).is_err() {
             return Err(Unavailable::NotFound);
         }
         let found = version()?;

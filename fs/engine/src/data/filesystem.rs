@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BufferPool, Io};
 use gpunvme_layout::{Block, Key, Timestamp};
+use parking_lot::Mutex;
 
 use super::errors::Asker;
 use super::file::{File, FileState, Files, Truncation};
@@ -57,6 +58,8 @@ pub struct Filesystem {
     pub(super) completions: Arc<dyn Spawn>,
     /// Whether data of any file was ever lost.
     pub(super) has_lost_data: AtomicBool,
+    /// Held by the thread that finishes what earlier mounts left.
+    pub(super) finishing: Mutex<()>,
     /// It was closed, and all of it is on the device.
     written_down: AtomicBool,
 }
@@ -89,6 +92,7 @@ impl Filesystem {
         Ok(Arc::new(Filesystem {
             volume,
             files: Files::default(),
+            finishing: Mutex::default(),
             pages,
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,
@@ -225,10 +229,11 @@ impl Filesystem {
 
     /// Gives an inode another name.
     pub fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<Attributes> {
-        let Some(file) = self.files.find(ino) else { return Ok(self.volume.link(context, ino, parent, name)?.0) };
+        let Some(file) = self.files.find(ino) else { return Ok(self.volume.link(context, ino, false, parent, name)?.0) };
         let mut state = file.state.lock();
         state.kernel.attributes.give();
-        let (mut attributes, _) = self.volume.link(context, ino, parent, name)?;
+        let is_cut_short = matches!(state.truncation, Truncation::Pending | Truncation::InFlight);
+        let (mut attributes, _) = self.volume.link(context, ino, is_cut_short, parent, name)?;
         overlay(&state, &mut attributes);
         Ok(attributes)
     }

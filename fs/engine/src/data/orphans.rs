@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 use super::filesystem::Filesystem;
 use crate::error::FsError;
 
+/// Operations that one that finds no room waits for, before it tries again.
+const STEPS: usize = 64;
+
 /// Which orphans are finished.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Which {
@@ -37,11 +40,26 @@ impl Filesystem {
     /// # Errors
     /// The last error, after the others were finished.
     pub fn finish_orphans(self: &Arc<Self>, limit: usize) -> Result<bool, FsError> {
+        // Another thread may want the space.
+        let _finishing = self.finishing.lock();
         let Some(from) = self.volume.left_orphans() else { return Ok(true) };
         let mut steps = 0..limit;
         let Finished { next, failed } = self.finish_from(from, Which::Left, &mut || steps.next().is_some())?;
         self.volume.orphans_are_left(next, failed.is_some());
         failed.map_or(Ok(next.is_none()), Err)
+    }
+
+    /// Goes on with what earlier mounts left, for an operation that finds no room before that is
+    /// over.
+    ///
+    /// # Errors
+    /// The volume has failed.
+    pub(super) fn make_space(self: &Arc<Self>) -> Result<(), FsError> {
+        match self.finish_orphans(STEPS) {
+            // What is left of one inode keeps no other from giving its space.
+            Err(error) if !is_of_one(&error) => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// Finishes what orphans there are when no process uses the filesystem any more, as far as that
@@ -94,14 +112,18 @@ impl Filesystem {
     /// Finishes one orphan. Returns whether there is more of it.
     fn finish_one(self: &Arc<Self>, ino: u64, which: Which, goes_on: &mut dyn FnMut() -> bool) -> Result<bool, FsError> {
         match self.volume.wait(|| self.volume.stored_attributes(ino)) {
-            Ok(attributes) if attributes.inode.nlink > 0 => return self.finish_truncation_of(ino, goes_on),
+            // A process may have one open that lost its name in this mount.
+            Ok(attributes) if attributes.inode.nlink > 0 || (which == Which::Left && self.volume.is_our_orphan(ino)) => {
+                return self.finish_truncation_of(ino, goes_on);
+            }
             Ok(_) | Err(FsError::NotFound) => {}
             Err(error) => return Err(error),
         }
-        while self.wait(|| match which {
-            Which::Left => self.volume.reap_left(ino),
-            Which::All => self.reap_step(ino),
-        })? {
+        let step = || match which {
+            Which::Left => self.volume.wait(|| self.volume.reap_left(ino)),
+            Which::All => self.wait(|| self.reap_step(ino)),
+        };
+        while step()? {
             if !goes_on() {
                 return Ok(true);
             }

@@ -214,7 +214,7 @@ impl Filesystem {
         let (ino, mut at) = (file.ino, from);
         // Nothing is taken for what cannot be had as a whole.
         let has = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.blocks;
-        self.volume.may_have((to - from).saturating_sub(has))?;
+        self.wait(|| self.volume.may_have((to - from).saturating_sub(has)))?;
         while at < to {
             let next = self.volume.wait(|| self.volume.mappings(ino, at, to, 1))?.first().copied();
             let hole_end = next.map_or(to, |m| m.offset);
@@ -230,7 +230,7 @@ impl Filesystem {
             };
             let want = (hole_end - at).min(BLOCKS_PER_STEP);
             let mut promised = self.wait(|| self.volume.promise(want, Splits { runs: 1, items: 1 }))?;
-            let reserved = self.wait_for_space(|| self.volume.reserve(goal, want, 0));
+            let reserved = self.wait(|| self.volume.reserve(goal, want, 0));
             let run = reserved.inspect_err(|_| self.volume.forget_promise(promised))?;
             let attach = || {
                 // A write that is about to map a part of the hole would take away what others find

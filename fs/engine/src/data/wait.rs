@@ -34,6 +34,7 @@ impl Filesystem {
                         }
                     }
                 }
+                Err(Fail::Stall(Stall::Orphans)) => self.make_space()?,
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
                 Err(Fail::Stall(Stall::InFlight { ino })) => {

@@ -232,7 +232,7 @@ mod tests {
                     Act::Create(parent, name, true) => create(&volume, dir_at(parent), &[b'a' + name], FileType::Directory).map(|ino| made = Some(ino)),
                     Act::Create(parent, name, false) => create(&volume, dir_at(parent), &[b'a' + name], FileType::Regular).map(drop),
                     Act::Link(from, name, to, new) => match found(&volume, dir_at(from), &[b'a' + name]) {
-                        Some(ino) => volume.wait(|| volume.link(&context(), ino, dir_at(to), &[b'a' + new])).map(drop),
+                        Some(ino) => volume.wait(|| volume.link(&context(), ino, false, dir_at(to), &[b'a' + new])).map(drop),
                         None => Ok(()),
                     },
                     Act::Unlink(parent, name) => volume.wait(|| volume.unlink(&context(), dir_at(parent), &[b'a' + name])).map(drop),

@@ -9,7 +9,7 @@ use gpunvme_layout::{Block, BlockKind, Geometry, State, Superblock, Uuid};
 use super::busy::Busy;
 use super::cache::Cache;
 use super::directories::Directories;
-use super::orphan::Orphans;
+use super::known_orphans::KnownOrphans;
 use super::place::Place;
 use super::promised::Promised;
 use super::reserved::ReservedChunks;
@@ -55,7 +55,7 @@ pub(crate) struct Meta {
     /// Metadata chunks that became empty, with the sequence of the transaction that emptied them.
     pub emptied: Vec<(u64, u64)>,
     /// The orphans that earlier mounts left.
-    pub orphans: Orphans,
+    pub orphans: KnownOrphans,
     /// Free nodes in all chunks of metadata, once they were counted.
     pub free_nodes: Option<u64>,
     /// Those of them that are of the margin: in chunks of it that extents have made metadata's.
@@ -111,7 +111,7 @@ impl Meta {
             reserved: ReservedChunks::default(),
             promised: Promised::default(),
             emptied: Vec::new(),
-            orphans: Orphans::default(),
+            orphans: KnownOrphans::default(),
             free_nodes: None,
             margin_nodes: 0,
             hints: Hints::default(),

@@ -31,6 +31,7 @@ mod growth;
 pub(crate) mod inode;
 pub(crate) mod io;
 pub(crate) mod journal;
+pub(crate) mod known_orphans;
 mod lock;
 mod mapping;
 pub(crate) mod meta;

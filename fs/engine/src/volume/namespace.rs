@@ -86,8 +86,15 @@ impl Volume {
         Ok(Attributes { ino, inode })
     }
 
-    /// Gives an inode another name.
-    pub(crate) fn link(&self, context: &Context, ino: u64, parent: u64, name: &[u8]) -> Attempt<(Attributes, u64)> {
+    /// Gives an inode another name. `is_cut_short`: a truncation by this mount is not over.
+    pub(crate) fn link(
+        &self,
+        context: &Context,
+        ino: u64,
+        is_cut_short: bool,
+        parent: u64,
+        name: &[u8],
+    ) -> Attempt<(Attributes, u64)> {
         dir::check_name(name)?;
         let mut op = self.begin()?;
         op.room_for_names()?;
@@ -104,8 +111,12 @@ impl Volume {
         }
         // linkat(2) may bring back a file that lost its last name while it was open. A truncation
         // of it that is not over stays noted.
-        if inode.nlink == 0 && extents::mappings(&op, ino, blocks_of(inode.size), u64::MAX, 1)?.is_empty() {
-            orphan::remove(&mut op, ino)?;
+        if inode.nlink == 0 {
+            let is_cut_short = is_cut_short || orphan::is_cut_short(&op, ino)?;
+            let remains = || extents::mappings(&op, ino, blocks_of(inode.size), u64::MAX, 1);
+            if !is_cut_short || remains()?.is_empty() {
+                orphan::remove(&mut op, ino)?;
+            }
         }
         inode.nlink += 1;
         inode::changed(&mut inode, context.now);

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 
 use super::cache::Entry;
 use super::directories::Known;
+use super::known_orphans;
 use super::meta::{Blocks, Hints, Meta};
 use super::place::Place;
 use super::promised::{NODE_PARTS, Promised};
@@ -52,8 +53,8 @@ pub(crate) struct Op<'a> {
     gone: [Option<Key>; ENTRIES],
     /// The directory that it makes.
     pub made: Option<u64>,
-    /// Inodes that it makes orphans, or that are none any more.
-    pub orphans: SmallVec<[(u64, bool); 1]>,
+    /// What it does to inodes that are orphans, or were.
+    pub orphans: SmallVec<[(u64, known_orphans::Change); 1]>,
     finished: bool,
 }
 
@@ -249,8 +250,8 @@ impl<'a> Op<'a> {
         self.directories.into_iter().flatten().for_each(|known| directories.keep(known));
         self.gone.into_iter().flatten().for_each(|key| directories.gone(key.ino(), key.offset()));
         self.made.into_iter().for_each(|dir| directories.made(dir));
-        for (ino, is_orphan) in std::mem::take(&mut self.orphans) {
-            self.meta.orphans.change(ino, is_orphan);
+        for (ino, change) in std::mem::take(&mut self.orphans) {
+            self.meta.orphans.change(ino, change);
         }
         self.finished = true;
         sequence

@@ -17,10 +17,10 @@ use super::epoch::Epochs;
 use super::io::{check_block, read_blocks, read_scattered, read_superblock};
 use super::journal::recovery::{self, Recovered};
 use super::journal::{Anchors, GroupCommit, Journal};
+use super::known_orphans::KnownOrphans;
 use super::lock::MetaLock;
 use super::meta::Meta;
 use super::op::Op;
-use super::orphan::Orphans;
 use super::run::Run;
 use super::space_waits::{SpaceWaits, Waiting};
 use super::tree;
@@ -154,7 +154,8 @@ impl Volume {
             }
         }
         // Also meets a tree that cannot be read. What there is to finish, however much, waits.
-        let orphans = if read_only { Orphans::unknown() } else { Orphans::from(volume.wait(|| volume.next_orphan(0))?) };
+        let orphans =
+            if read_only { KnownOrphans::unknown() } else { KnownOrphans::from(volume.wait(|| volume.next_orphan(0))?) };
         volume.meta.write().orphans = orphans;
         Ok(volume)
     }
@@ -312,6 +313,8 @@ impl Volume {
                 }
                 self.give_back()?;
             }
+            // What frees them takes operations of its own: only those on data wait for that.
+            Stall::Orphans => return Err(FsError::NoSpace),
             Stall::Memory
             | Stall::Nodes
             | Stall::Page { .. }

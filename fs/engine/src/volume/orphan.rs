@@ -6,9 +6,9 @@ use std::ops::ControlFlow;
 
 use gpunvme_layout::key::INO_NONE;
 use gpunvme_layout::{Key, Kind};
-use rustc_hash::FxHashSet;
 
 use super::io::blocks_of;
+use super::known_orphans::Change;
 use super::meta::Blocks;
 use super::op::Op;
 use super::open::Volume;
@@ -18,54 +18,20 @@ use crate::error::{Attempt, Fail, FsError};
 /// Items of one inode that one operation removes at the most.
 const ITEMS_PER_OP: usize = 32;
 
-/// What is known of the orphans that earlier mounts left.
-#[derive(Default)]
-pub(crate) struct Orphans {
-    /// The lowest number that may be one's; none where all were looked at.
-    next: Option<u64>,
-    /// Some of them are not finished by this mount.
-    stay: bool,
-    /// The orphans of this mount, which processes may use, as long as there may be others.
-    ours: FxHashSet<u64>,
-}
-
-impl Orphans {
-    /// Those of a volume that was just opened, by the first.
-    pub fn from(first: Option<u64>) -> Orphans {
-        Orphans { next: first, ..Orphans::default() }
-    }
-
-    /// Those of a volume that is not written.
-    pub fn unknown() -> Orphans {
-        Orphans { stay: true, ..Orphans::default() }
-    }
-
-    /// Notes that an operation made an inode an orphan, or that it is one no more.
-    pub fn change(&mut self, ino: u64, is_orphan: bool) {
-        if self.next.is_none() {
-            return;
-        }
-        if is_orphan {
-            self.ours.insert(ino);
-        } else {
-            self.ours.remove(&ino);
-        }
-    }
-}
-
 fn key(ino: u64) -> Key {
     Key::new(INO_NONE, Kind::Orphan, ino)
 }
 
 /// Remembers an inode; one that is remembered already stays so.
 pub(crate) fn add(op: &mut Op, ino: u64) -> Attempt<()> {
-    op.orphans.push((ino, true));
-    tree::insert(op, key(ino), &[]).map(|_| ())
+    let was = !tree::insert(op, key(ino), &[])?;
+    op.orphans.push((ino, Change::Is { was }));
+    Ok(())
 }
 
 /// Forgets an inode.
 pub(crate) fn remove(op: &mut Op, ino: u64) -> Attempt<()> {
-    op.orphans.push((ino, false));
+    op.orphans.push((ino, Change::IsNone));
     tree::remove(op, key(ino)).map(|_| ())
 }
 
@@ -79,31 +45,30 @@ impl Volume {
     /// The lowest number that an orphan of an earlier mount may have; none where all were looked
     /// at.
     pub(crate) fn left_orphans(&self) -> Option<u64> {
-        self.meta.read().orphans.next
+        self.meta.read().orphans.next()
     }
 
     /// Notes how far the orphans of earlier mounts were looked at, and whether some of them stay.
     pub(crate) fn orphans_are_left(&self, next: Option<u64>, stay: bool) {
-        let orphans = &mut self.meta.write().orphans;
-        orphans.next = next;
-        orphans.stay |= stay;
-        if next.is_none() {
-            orphans.ours = FxHashSet::default();
-        }
+        self.meta.write().orphans.are_looked_at(next, stay);
     }
 
-    /// Whether an earlier mount may have left blocks beyond the end of a file.
+    /// Whether an earlier mount has left blocks beyond the end of a file, as far as is known. Those
+    /// that this mount leaves, the file's state in memory tells.
     pub(crate) fn is_cut_short(&self, ino: u64) -> Attempt<bool> {
-        let meta = self.meta.read();
-        let may_be = meta.orphans.next.is_some() || meta.orphans.stay;
-        Ok(may_be && tree::get(&*meta, key(ino))?.is_some())
+        is_cut_short(&*self.meta.read(), ino)
+    }
+
+    /// Whether this mount made an inode an orphan, while there may be others.
+    pub(crate) fn is_our_orphan(&self, ino: u64) -> bool {
+        self.meta.read().orphans.ours(ino).is_some()
     }
 
     /// As [`Volume::reap_step`], of an inode that no process has used since the volume was opened;
     /// of others it removes nothing.
     pub(crate) fn reap_left(&self, ino: u64) -> Attempt<bool> {
         let mut op = self.begin()?;
-        let more = !op.meta().orphans.ours.contains(&ino) && reap_part(&mut op, ino)?;
+        let more = op.meta().orphans.ours(ino).is_none() && reap_part(&mut op, ino)?;
         op.finish();
         Ok(more)
     }
@@ -136,12 +101,23 @@ impl Volume {
         let inode = inode::load(&op, ino)?;
         let step = extents::remove(&mut op, ino, blocks_of(inode.size), u64::MAX)?;
         inode::change(&mut op, ino, |inode| inode.blocks = inode.blocks.saturating_sub(step.blocks))?;
-        // Without a name it stays an orphan.
-        if step.next.is_none() && inode.nlink > 0 {
-            remove(&mut op, ino)?;
+        match step.next {
+            None if inode.nlink > 0 => remove(&mut op, ino)?,
+            // Without a name it stays an orphan.
+            None => op.orphans.push((ino, Change::IsWhole)),
+            Some(_) => {}
         }
         op.finish();
         Ok(step.next.is_some())
+    }
+}
+
+/// As [`Volume::is_cut_short`].
+pub(crate) fn is_cut_short(blocks: &impl Blocks, ino: u64) -> Attempt<bool> {
+    let orphans = &blocks.meta().orphans;
+    match orphans.ours(ino) {
+        Some(is_cut_short) => Ok(is_cut_short),
+        None => Ok(orphans.may_be() && tree::get(blocks, key(ino))?.is_some()),
     }
 }
 

@@ -5,7 +5,7 @@ use super::meta::Meta;
 use super::open::Volume;
 use super::promised::{Promised, Splits};
 use super::run::Run;
-use crate::error::{Attempt, FsError};
+use crate::error::{Attempt, Fail, FsError, Stall};
 
 impl Volume {
     /// Keeps `blocks` blocks free for data that waits in memory, and nodes for its mapping. Freed
@@ -56,9 +56,14 @@ impl Volume {
     /// flight are over and a checkpoint has given back emptied chunks.
     ///
     /// # Errors
-    /// [`FsError::NoSpace`].
-    pub(crate) fn may_have(&self, blocks: u64) -> Result<(), FsError> {
-        if blocks <= self.meta.read().attainable() { Ok(()) } else { Err(FsError::NoSpace) }
+    /// [`FsError::NoSpace`]; [`Stall::Orphans`] where earlier mounts left something to be freed.
+    pub(crate) fn may_have(&self, blocks: u64) -> Attempt<()> {
+        let meta = self.meta.read();
+        match () {
+            () if blocks <= meta.attainable() => Ok(()),
+            () if meta.orphans.next().is_some() => Err(Fail::Stall(Stall::Orphans)),
+            () => Err(FsError::NoSpace.into()),
+        }
     }
 
     /// Gives reserved blocks back.

@@ -88,6 +88,9 @@ pub enum AttachError {
     /// fusermount3 refused.
     #[error("{0}")]
     Helper(String),
+    /// It was mounted, and is not where it should be.
+    #[error("{0}")]
+    NotThere(io::Error),
     /// Anything else.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -112,13 +115,17 @@ pub fn attach(request: &Request) -> Result<(OwnedFd, Attachment), AttachError> {
         Err(Errno::ACCESS) => return Err(AttachError::SecurityModule),
         Err(errno) => return Err(errno.into()),
     };
-    Ok((connection, Attachment::find(request.point, request.source, None)?))
+    let attachment = Attachment::find(request.point, request.source, None).map_err(AttachError::NotThere)?;
+    Ok((connection, attachment))
 }
 
-/// Takes away what a mount that failed may have left on its directory. Of a block device this would
-/// wait for the connection, which is to be closed before.
+/// Takes away what was mounted and is not where it should be ([`AttachError::NotThere`]), if that is
+/// on the directory after all. Its connection is closed, so that it is dead; another one of this
+/// name may live.
 pub fn take_back(point: &MountPoint, source: &str) {
     if let Ok(Some((place, mount))) = newest(point, source)
+        && mount.user == Some(geteuid().as_raw())
+        && mount.is_dead()
         && place.shows(&mount)
     {
         let _ = unmount::release(&place, UnmountFlags::DETACH, true);
@@ -153,11 +160,10 @@ pub fn open_connection() -> Result<OwnedFd, AttachError> {
 }
 
 fn mount(request: &Request, connection: &OwnedFd) -> rustix::io::Result<()> {
-    let root = rustix::fs::fstat(request.point)?;
+    // What the root has besides its type, the kernel asks for.
     let options = format!(
-        "fd={},rootmode={:o},user_id={},group_id={},subtype=gpunvme,default_permissions{}",
+        "fd={},rootmode=40000,user_id={},group_id={},subtype=gpunvme,default_permissions{}",
         connection.as_raw_fd(),
-        root.st_mode,
         geteuid().as_raw(),
         getegid().as_raw(),
         if request.allow_other { ",allow_other" } else { "" }

@@ -42,6 +42,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use background::{Report, Side};
 use error::MountError;
+use gpunvme_programs::claim::may_have;
 use gpunvme_programs::mounts::Mount;
 use gpunvme_programs::terminal::{self, complain};
 use lifecycle::Lifecycle;
@@ -189,16 +190,18 @@ fn enter_namespace(name: Option<&str>) -> Result<(), MountError> {
         .map_err(|error| failed(error.into()))
 }
 
-/// Releases those of this user's mounts of `device` of which `is_dead` says that no daemon will
-/// come back to them: they answer every access with an error. That they name it is not enough: it
-/// may be another file by now, with a daemon that lives. After [`RELEASE_LIMIT`] no further one is
-/// looked at.
+/// Releases those mounts that may have `device` ([`may_have`]), and of which `is_dead` says that no
+/// daemon will come back to them: they answer every access with an error. That they name it is not
+/// enough: it may be another file by now, with a daemon that lives. After [`RELEASE_LIMIT`] no
+/// further one is looked at: other users, whose come last, may have made any number that do not
+/// answer.
 fn release_dead_mounts(device: &str, is_dead: impl Fn(&Mount) -> bool) {
     let until = Instant::now() + RELEASE_LIMIT;
-    // Another user may have given any name to a mount, and have it where that user likes.
-    let here = rustix::process::geteuid().as_raw();
-    let is_dead = |mount: &Mount| mount.is_ours() && mount.user == Some(here) && Instant::now() < until && is_dead(mount);
-    for mount in Mount::all_of(device).unwrap_or_default().into_iter().rev().filter(is_dead) {
+    let is_dead = |mount: &Mount| mount.is_ours() && may_have(mount, device) && Instant::now() < until && is_dead(mount);
+    let mut mounts = Mount::all_of(device).unwrap_or_default();
+    mounts.reverse();
+    mounts.sort_by_key(|mount| mount.user != Some(rustix::process::geteuid().as_raw()));
+    for mount in mounts.into_iter().filter(is_dead) {
         // Another mount may have taken its place meanwhile.
         let Some(place) = Place::of(&mount.dir).ok().filter(|place| place.shows(&mount)) else { continue };
         match place.unmount(UnmountFlags::DETACH) {

@@ -87,7 +87,9 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     let mut flags = options.flags;
     flags.set(MountFlags::RDONLY, settings.read_only);
     let request = attachment::Request { point: &point, source: &options.device, flags, allow_other: settings.allow_other };
-    let attach = move || match superblock {
+    // One that is not attached has its device claimed until the volume is closed.
+    let mut superblock = Some(superblock);
+    let mut attach = || match superblock.take().expect("it is attached once") {
         Ok(superblock) => superblock.attach(request.point, request.source),
         Err(unclaimed) => {
             let attached = attach(&request)?;
@@ -111,7 +113,9 @@ pub fn serve(options: &Options, lifecycle: &Lifecycle, log: Arc<dyn front::Log>)
     };
     let session = lifecycle.go_live(|| {
         let (connection, mount) = attach().map_err(|error: AttachError| {
-            attachment::take_back(&point, &options.device);
+            if let AttachError::NotThere(_) = error {
+                attachment::take_back(&point, &options.device);
+            }
             cannot_mount(dir, &error)
         })?;
         let session = Session::start(Arc::clone(&fs), connection, &front).map_err(|error| {

@@ -177,7 +177,8 @@ impl Superblock {
     pub fn attach(self, point: &MountPoint, source: &str) -> Result<(OwnedFd, Attachment), AttachError> {
         let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
         move_mount(&self.mount, "", point, "", flags)?;
-        Ok((self.connection, Attachment::find(point, source, Some(self.device))?))
+        let attachment = Attachment::find(point, source, Some(self.device)).map_err(AttachError::NotThere)?;
+        Ok((self.connection, attachment))
     }
 }
 

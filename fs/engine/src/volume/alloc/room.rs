@@ -152,9 +152,14 @@ impl Meta {
         if self.pending > 0 { Fail::Stall(Stall::Reuse) } else { self.no_chunk() }
     }
 
-    /// No chunk can be had: for now, when some emptied that a checkpoint gives back.
+    /// No chunk can be had: for now, when some emptied that a checkpoint gives back, or where
+    /// earlier mounts left something to be freed.
     pub fn no_chunk(&self) -> Fail {
-        if self.emptied.is_empty() { FsError::NoSpace.into() } else { Fail::Stall(Stall::Checkpoint) }
+        match () {
+            () if !self.emptied.is_empty() => Fail::Stall(Stall::Checkpoint),
+            () if self.orphans.next().is_some() => Fail::Stall(Stall::Orphans),
+            () => FsError::NoSpace.into(),
+        }
     }
 }
 
