@@ -469,6 +469,8 @@ fn root_releases_another_user_s_mount_when_it_is_dead() {
     fs::create_dir(&second).unwrap();
     fs::rename(volume.image(), &moved).unwrap();
     fs::copy(&moved, volume.image()).unwrap();
+    // Of a file that is not that user's the mount would be no business of root's.
+    chown(volume.image(), Some(4711), Some(4711)).unwrap();
     let output = mount(&volume.image(), &second, &[]);
     assert!(output.status.success(), "{output:?}");
     assert!(Command::new("umount").arg(&second).status().unwrap().success());
