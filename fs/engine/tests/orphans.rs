@@ -20,8 +20,6 @@ const WHO: Context = Context { uid: 0, gid: 0, now: NOW };
 const BLOCK: u64 = 4096;
 /// Size of a file whose truncation was cut short: in the middle of its first block.
 const SIZE: u64 = 1000;
-/// An inode that cannot be read.
-const RUINED: u64 = 1000;
 /// Extents of a file that no few operations free.
 const MANY: u64 = 3000;
 
@@ -200,12 +198,14 @@ fn a_file_that_was_cut_short_and_is_open_without_a_name_stays_whole() {
 /// its end: also where what an earlier mount left cannot be finished.
 #[test]
 fn a_file_without_a_name_grows_beside_what_an_earlier_mount_left() {
-    let (image, _) = cut_short(MANY);
+    let (image, ino) = cut_short(MANY);
     for is_ruined in [false, true] {
         let mut surgeon = Surgeon::new(image.clone());
         if is_ruined {
-            surgeon.insert(Key::new(0, Kind::Orphan, RUINED), &[]);
-            surgeon.insert(Key::inode(RUINED), &[1; 3]);
+            // Of one that was removed.
+            let ruined = ino + 1;
+            surgeon.insert(Key::new(0, Kind::Orphan, ruined), &[]);
+            surgeon.insert(Key::inode(ruined), &[1; 3]);
         }
         let (_, fs) = opened(&surgeon.image);
         if is_ruined {
@@ -244,6 +244,19 @@ fn a_file_without_a_name_grows_beside_what_an_earlier_mount_left() {
     }
 }
 
+/// Files that lose their name in this mount are none of what was left, however many there are.
+#[test]
+fn what_earlier_mounts_left_comes_to_an_end() {
+    let (image, _) = cut_short(20);
+    let (_, fs) = opened(&image);
+    let new = NewNode { mode: 0o100600, umask: 0, rdev: 0, target: &[] };
+    for _ in 0..100 {
+        fs.wait(|| fs.create_unnamed(&WHO, ROOT, &new)).expect("there is room");
+    }
+    let rounds = (1..).find(|_| fs.finish_orphans(4).expect("nothing fails")).expect("it ends");
+    assert!(rounds < 10, "{rounds}");
+}
+
 /// What an earlier mount left is freed for a write that finds no room.
 #[test]
 fn a_volume_that_is_full_of_what_is_to_be_freed_has_room() {
@@ -258,6 +271,9 @@ fn a_volume_that_is_full_of_what_is_to_be_freed_has_room() {
     }
     fs.sync_file(large).expect("nothing fails");
     let (_, fs) = opened(&image);
+    // What the volume could never have takes nothing.
+    fs.allocate(&WHO, ino, 0, 1 << 40, Allocate::Reserve { grow: true }).expect_err("there is no room");
+    assert!(!fs.finish_orphans(0).expect("nothing was tried"), "it was freed in vain");
     fs.allocate(&WHO, ino, 0, free + MANY / 2 * BLOCK, Allocate::Reserve { grow: true }).expect("there is room");
     assert_sound(&fs, "full");
 }

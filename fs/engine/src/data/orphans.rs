@@ -40,8 +40,12 @@ impl Filesystem {
     /// # Errors
     /// The last error, after the others were finished.
     pub fn finish_orphans(self: &Arc<Self>, limit: usize) -> Result<bool, FsError> {
-        // Another thread may want the space.
         let _finishing = self.finishing.lock();
+        self.finish_left(limit)
+    }
+
+    /// As [`Filesystem::finish_orphans`], by the thread whose turn it is.
+    fn finish_left(self: &Arc<Self>, limit: usize) -> Result<bool, FsError> {
         let Some(from) = self.volume.left_orphans() else { return Ok(true) };
         let mut steps = 0..limit;
         let Finished { next, failed } = self.finish_from(from, Which::Left, &mut || steps.next().is_some())?;
@@ -55,7 +59,12 @@ impl Filesystem {
     /// # Errors
     /// The volume has failed.
     pub(super) fn make_space(self: &Arc<Self>) -> Result<(), FsError> {
-        match self.finish_orphans(STEPS) {
+        let Some(_finishing) = self.finishing.try_lock() else {
+            // Another thread makes some, which may be enough.
+            drop(self.finishing.lock());
+            return Ok(());
+        };
+        match self.finish_left(STEPS) {
             // What is left of one inode keeps no other from giving its space.
             Err(error) if !is_of_one(&error) => Err(error),
             _ => Ok(()),
@@ -85,7 +94,11 @@ impl Filesystem {
         while let Some(from) = finished.next
             && goes_on()
         {
-            match self.volume.wait(|| self.volume.next_orphan(from)) {
+            let next = self.volume.wait(|| match which {
+                Which::Left => self.volume.next_left_orphan(from),
+                Which::All => self.volume.next_orphan(from),
+            });
+            match next {
                 Ok(None) => finished.next = None,
                 Ok(Some(ino)) => match self.finish_one(ino, which, goes_on) {
                     Ok(true) => {

@@ -34,7 +34,11 @@ impl Filesystem {
                         }
                     }
                 }
-                Err(Fail::Stall(Stall::Orphans)) => self.make_space()?,
+                Err(Fail::Stall(Stall::Orphans)) => {
+                    self.make_space()?;
+                    // What was waited for in vain may come now.
+                    waiter = Waiter::default();
+                }
                 Err(Fail::Stall(Stall::Page { ino, block })) => self.fill_page(ino, block)?,
                 Err(Fail::Stall(Stall::File { ino })) => self.flush_whole(ino)?,
                 Err(Fail::Stall(Stall::InFlight { ino })) => {

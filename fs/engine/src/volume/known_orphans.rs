@@ -9,8 +9,10 @@ pub(crate) struct KnownOrphans {
     next: Option<u64>,
     /// Some of them are not finished by this mount.
     stay: bool,
-    /// The orphans of this mount, which processes may use, as long as there may be others; with
-    /// whether an earlier mount left blocks beyond their end.
+    /// The lowest number of an inode that this mount makes: they end before it.
+    end: u64,
+    /// Inodes of earlier mounts that are orphans of this one, which processes may use, as long as
+    /// there may be others; with whether an earlier mount left blocks beyond their end.
     ours: FxHashMap<u64, bool>,
 }
 
@@ -29,14 +31,15 @@ pub(crate) enum Change {
 }
 
 impl KnownOrphans {
-    /// Those of a volume that was just opened, by the first.
-    pub fn from(first: Option<u64>) -> KnownOrphans {
-        KnownOrphans { next: first, ..KnownOrphans::default() }
+    /// Those of a volume that was just opened: none is below `first`, and the next inode that is
+    /// made has the number `end`.
+    pub fn between(first: Option<u64>, end: u64) -> KnownOrphans {
+        KnownOrphans { next: first.filter(|first| *first < end), end, ..KnownOrphans::default() }
     }
 
     /// Those of a volume that is not written.
     pub fn unknown() -> KnownOrphans {
-        KnownOrphans { stay: true, ..KnownOrphans::default() }
+        KnownOrphans { stay: true, end: u64::MAX, ..KnownOrphans::default() }
     }
 
     /// The lowest number that an orphan of an earlier mount may have; none where all were looked
@@ -45,20 +48,24 @@ impl KnownOrphans {
         self.next
     }
 
-    /// Whether there may be orphans of earlier mounts, looked at or not.
-    pub fn may_be(&self) -> bool {
+    /// Whether an inode may be one that an earlier mount left, looked at or not.
+    pub fn may_have(&self, ino: u64) -> bool {
+        ino < self.end && self.may_be()
+    }
+
+    fn may_be(&self) -> bool {
         self.next.is_some() || self.stay
     }
 
-    /// Of an orphan of this mount, while there may be others: whether an earlier mount left blocks
-    /// beyond its end.
+    /// Of an orphan of this mount that an earlier one made as a file, while there may be others:
+    /// whether an earlier mount left blocks beyond its end.
     pub fn ours(&self, ino: u64) -> Option<bool> {
         self.ours.get(&ino).copied()
     }
 
     /// Notes how far those of earlier mounts were looked at, and whether some of these stay.
     pub fn are_looked_at(&mut self, next: Option<u64>, stay: bool) {
-        self.next = next;
+        self.next = next.filter(|next| *next < self.end);
         self.stay |= stay;
         if !self.may_be() {
             self.ours = FxHashMap::default();
@@ -67,7 +74,7 @@ impl KnownOrphans {
 
     /// Notes what an operation did.
     pub fn change(&mut self, ino: u64, change: Change) {
-        if !self.may_be() {
+        if !self.may_have(ino) {
             return;
         }
         match change {

@@ -154,8 +154,8 @@ impl Volume {
             }
         }
         // Also meets a tree that cannot be read. What there is to finish, however much, waits.
-        let orphans =
-            if read_only { KnownOrphans::unknown() } else { KnownOrphans::from(volume.wait(|| volume.next_orphan(0))?) };
+        let first = || volume.wait(|| volume.next_orphan(0));
+        let orphans = if read_only { KnownOrphans::unknown() } else { KnownOrphans::between(first()?, state.next_ino) };
         volume.meta.write().orphans = orphans;
         Ok(volume)
     }

@@ -42,6 +42,12 @@ impl Volume {
         Ok(found.filter(|key| key.is(INO_NONE, Kind::Orphan)).map(|key| key.offset()))
     }
 
+    /// The first that an earlier mount left whose number is not below `from`.
+    pub(crate) fn next_left_orphan(&self, from: u64) -> Attempt<Option<u64>> {
+        let found = self.next_orphan(from)?;
+        Ok(found.filter(|ino| self.meta.read().orphans.may_have(*ino)))
+    }
+
     /// The lowest number that an orphan of an earlier mount may have; none where all were looked
     /// at.
     pub(crate) fn left_orphans(&self) -> Option<u64> {
@@ -117,7 +123,7 @@ pub(crate) fn is_cut_short(blocks: &impl Blocks, ino: u64) -> Attempt<bool> {
     let orphans = &blocks.meta().orphans;
     match orphans.ours(ino) {
         Some(is_cut_short) => Ok(is_cut_short),
-        None => Ok(orphans.may_be() && tree::get(blocks, key(ino))?.is_some()),
+        None => Ok(orphans.may_have(ino) && tree::get(blocks, key(ino))?.is_some()),
     }
 }
 

@@ -61,6 +61,7 @@ impl Volume {
         let meta = self.meta.read();
         match () {
             () if blocks <= meta.attainable() => Ok(()),
+            () if blocks > meta.most_for_data() => Err(FsError::NoSpace.into()),
             () if meta.orphans.next().is_some() => Err(Fail::Stall(Stall::Orphans)),
             () => Err(FsError::NoSpace.into()),
         }

@@ -65,6 +65,11 @@ impl Meta {
         (self.state.free_blocks + self.emptied.len() as u64 * CHUNK_BLOCKS).saturating_sub(self.kept_from_data())
     }
 
+    /// Blocks that data could have if there were no other.
+    pub fn most_for_data(&self) -> u64 {
+        self.geometry.data_blocks().saturating_sub(self.kept_from_data())
+    }
+
     fn kept_from_data(&self) -> u64 {
         (self.chunk_margin() + self.chunks_for_names()) * CHUNK_BLOCKS
     }
