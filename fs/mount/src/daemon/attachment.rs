@@ -119,8 +119,8 @@ pub fn attach(request: &Request) -> Result<(OwnedFd, Attachment), AttachError> {
     Ok((connection, attachment))
 }
 
-/// Takes away what was mounted and is not where it should be ([`AttachError::NotThere`]), if that is
-/// on the directory after all. Its connection is closed, so that it is dead; another one of this
+/// Takes away what was mounted and is not where it should be ([`AttachError::NotThere`]), if that
+/// is on the directory after all. Its connection is closed, so that it is dead; another one of this
 /// name may live.
 pub fn take_back(point: &MountPoint, source: &str) {
     if let Ok(Some((place, mount))) = newest(point, source)
