@@ -4,7 +4,6 @@
 //! It guards the kernel's view of our memory: what a call may write to is always owned, exactly as
 //! long as the kernel thinks.
 
-use rustix::event::EventfdFlags;
 use rustix::fs::FallocateFlags;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
@@ -44,11 +43,6 @@ pub(crate) fn allocate(file: BorrowedFd<'_>, len: u64) -> Result<(), Errno> {
         retry_on_intr(|| rustix::fs::fallocate(file, FallocateFlags::empty(), at, AT_ONCE.min(len - at)))?;
     }
     Ok(())
-}
-
-/// Whether this process, or the system, has no descriptor left.
-pub(crate) fn is_short_of_descriptors() -> bool {
-    matches!(rustix::event::eventfd(0, EventfdFlags::CLOEXEC), Err(Errno::MFILE | Errno::NFILE))
 }
 
 /// Bytes of memory that the machine has.

@@ -12,7 +12,6 @@ use crate::failure::{Failure, Result};
 use crate::files::Direction;
 use crate::transfer::Range;
 use parking_lot::Mutex;
-use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -62,7 +61,7 @@ impl Library {
             return known.as_ref(); // by another thread, meanwhile
         }
         let found = Library::find();
-        if found.is_none() && matches!(rustix::event::eventfd(0, EventfdFlags::CLOEXEC), Err(Errno::MFILE | Errno::NFILE)) {
+        if found.is_none() && gpunvme_cuda::is_short_of_descriptors() {
             return None;
         }
         LIBRARY.get_or_init(|| found).as_ref()

@@ -1,6 +1,7 @@
 //! The driver, loaded when it is first asked for, and its GPUs.
 
 use super::context::Context;
+use super::descriptors::is_short_of_descriptors;
 use super::driver::Driver;
 use super::error::{CudaError, Unavailable, Version};
 use super::gpu::{Device, Gpu, NoSuchGpu, Which};
@@ -94,11 +95,4 @@ impl Drop for CapturesLeftAlone {
             tracing::warn!(%error, "a thread's calls do not end graph captures any more");
         }
     }
-}
-
-/// Whether this process, or the system, has no descriptor left.
-fn is_short_of_descriptors() -> bool {
-    const ENFILE: i32 = 23;
-    const EMFILE: i32 = 24;
-    std::fs::File::open("/dev/null").is_err_and(|error| matches!(error.raw_os_error(), Some(ENFILE | EMFILE)))
 }

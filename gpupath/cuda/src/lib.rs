@@ -11,6 +11,7 @@
 
 mod context;
 mod cuda;
+mod descriptors;
 mod driver;
 mod error;
 mod gpu;
@@ -20,6 +21,7 @@ mod stream;
 
 pub use context::Entered;
 pub use cuda::{CapturesLeftAlone, Cuda};
+pub use descriptors::is_short_of_descriptors;
 pub use error::{CudaError, Unavailable, Version};
 pub use gpu::{Gpu, NoGpuName, NoSuchGpu, Which, WritesOrdering};
 pub use memory::{Allocation, DeviceAllocation, HostRegistration, Place};

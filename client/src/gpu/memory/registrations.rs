@@ -13,7 +13,6 @@ use crate::buffer::Shared;
 use crate::device_memory::DeviceMemory;
 use crate::error::Error;
 use crate::mount::Mount;
-use crate::sys;
 use gpunvme_abi::{Reason, Route};
 use gpunvme_cuda::{self as cuda, Cuda, CudaError, Gpu, Place};
 use rustix::io::Errno;
@@ -113,7 +112,7 @@ impl Registrar for Exporter {
             match error.code {
                 CudaError::OUT_OF_MEMORY => Refusal::NoRoom(Reason::NoRoom),
                 // CUDA has no word for what this process is short of.
-                _ if sys::is_short_of_descriptors() => Refusal::NoRoom(Reason::FdNotReachable),
+                _ if cuda::is_short_of_descriptors() => Refusal::NoRoom(Reason::FdNotReachable),
                 _ => Refusal::Allocation(Reason::ExportRefused),
             }
         };
