@@ -20,8 +20,9 @@ use zerocopy::IntoBytes;
 pub const ARRAY_CHECKS: &[KernelCheck] = &[
     ("threads get words of an array of short pages, hits and misses", |gpu| words_of(gpu, 4 * MIB, (512, 4), 132)),
     ("threads get words of an array of pages of a block, hits and misses", |gpu| words_of(gpu, 16 * MIB, (4096, 8), 132)),
-    // Few blocks: a miss reads a whole page, and a checker of memory has to end, too.
-    ("threads get words of an array of long pages, hits and misses", |gpu| words_of(gpu, 16 * MIB, (65536, 4), 8)),
+    ("threads get words of an array of long pages, hits and misses", |gpu| words_of(gpu, 16 * MIB, (65536, 4), 132)),
+    // A miss reads a whole page: more blocks would not end under a checker of memory.
+    ("a few blocks get words of an array of long pages", |gpu| words_of(gpu, 16 * MIB, (65536, 4), 8)),
     ("threads of a warp that go different ways get words of an array", diverged),
     ("each page of an array is read once where all have room", each_page_once),
     ("what kernels set is in the file", sets),
