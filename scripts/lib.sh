@@ -121,9 +121,9 @@ striped_device() {
     local dir=$1 len=$2
     shift 2
     mkdir -p "$dir"
-    # Neither reads nor writes sum what they move.
+    # Neither reads nor writes sum what they move, and writes go where the bytes lay.
     as_root mkfs.btrfs --quiet --force --data raid0 "$@" >/dev/null 2>&1 &&
-        as_root mount -o "nodatasum$(printf ',device=%s' "$@")" "$1" "$dir" && loop_device "$dir/device" "$len"
+        as_root mount -o "nodatacow$(printf ',device=%s' "$@")" "$1" "$dir" && loop_device "$dir/device" "$len"
 }
 
 # next_version LIST FOLDER: makes of the packages that a file lists the same as a version that

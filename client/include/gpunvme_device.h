@@ -326,7 +326,8 @@ class ring {
 			u32 over = detail::load(&shared->over.word), slot = find_slot();
 			if (over == 0 && slot != detail::none)
 				return slot;
-			bool late = patient ? detail::now() - start > patience : looked;
+			u64 waited = detail::now() - start;
+			bool late = patient ? waited > patience : looked;
 			if (over != 0 || late) {
 				if (slot != detail::none)
 					free_slot(slot);
@@ -334,7 +335,7 @@ class ring {
 				return detail::none;
 			}
 			if (!poll())
-				detail::pause();
+				detail::pause_after(waited);
 		}
 	}
 

@@ -353,20 +353,25 @@ GPUNVME_FN void pause()
 	GPUNVME_EITHER(asm volatile("nanosleep.u32 100;"), sched_yield());
 }
 
-/* The same, in a thread that has waited so many nanoseconds for the daemon. On a CPU, threads that
- * yield to one another may keep the daemon from its processor: after 20 ms they sleep. */
+/*
+ * The same, in a thread that has waited so many nanoseconds. Thousands of warps that look for the
+ * same words again and again keep others from them: each sleeps for a 64th of the time that it has
+ * waited, at most 10 us. On a CPU, threads that yield to one another may keep the daemon from its
+ * processor: after 20 ms they sleep.
+ */
 GPUNVME_FN void pause_after(u64 waited)
 {
-#ifndef __CUDA_ARCH__
-	const struct timespec moment = {0, 100};
-	if (waited > 20000000) {
-		nanosleep(&moment, nullptr);
-		return;
-	}
+#ifdef __CUDA_ARCH__
+	u64 part = waited / 64;
+	u32 sleep = part < 100 ? 100 : part > 10000 ? 10000 : u32(part);
+	asm volatile("nanosleep.u32 %0;" : : "r"(sleep));
 #else
-	(void)waited;
+	const struct timespec moment = {0, 100};
+	if (waited > 20000000)
+		nanosleep(&moment, nullptr);
+	else
+		pause();
 #endif
-	pause();
 }
 
 /* Nanoseconds since some moment. */
@@ -386,12 +391,7 @@ GPUNVME_FN u64 now()
 /* The same as pause_after, in a thread that has waited since then. */
 GPUNVME_FN void pause_since(u64 start)
 {
-#ifdef __CUDA_ARCH__
-	(void)start;
-	pause();
-#else
 	pause_after(now() - start);
-#endif
 }
 
 /* Sixteen bytes; of a slot they are never an older copy in a cache of the GPU. */

@@ -192,38 +192,44 @@ extern "C" __global__ void __launch_bounds__(256)
 /*
  * A level of a breadth-first search: each vertex of the level `now`, by one warp, puts its
  * neighbours that have no level yet into the next. Neighbours of vertex v are the words of the file
- * from first[v] to first[v + 1].
+ * from first[v] to first[v + 1]. A warp takes `run` vertices in a row: where that are those of a page,
+ * warps wait for different pages.
  */
 template <class Words>
-__device__ static void search(const Words &words, const u64 *first, u32 vertices, u32 *levels, u32 now, u32 *found,
-			      report *reports)
+__device__ static void search(const Words &words, const u64 *first, u32 vertices, u32 run, u32 *levels, u32 now,
+			      u32 *found, report *reports)
 {
-	u64 step = u64(gridDim.x) * blockDim.x / 32, done = 0;
+	u64 step = u64(gridDim.x) * blockDim.x / 32 * run, done = 0;
 	int status = 0;
-	for (u64 vertex = thread_number() / 32; vertex < vertices; vertex += step) {
-		if (levels[vertex] != now)
-			continue;
-		for (u64 at = first[vertex] + threadIdx.x % 32; at < first[vertex + 1]; at += 32) {
-			u32 neighbour = 0;
-			int ended = words.get(at, &neighbour);
-			status = ended != 0 ? ended : status;
-			if (ended == 0 && neighbour < vertices && atomicCAS(levels + neighbour, ~0u, now + 1) == ~0u)
-				*found = 1;
-			done++;
+	for (u64 begin = thread_number() / 32 * run; begin < vertices; begin += step) {
+		u64 end = begin + run < vertices ? begin + run : vertices;
+		for (u64 vertex = begin; vertex < end; vertex++) {
+			if (levels[vertex] != now)
+				continue;
+			for (u64 at = first[vertex] + threadIdx.x % 32; at < first[vertex + 1]; at += 32) {
+				u32 neighbour = 0;
+				int ended = words.get(at, &neighbour);
+				status = ended != 0 ? ended : status;
+				bool is_new = ended == 0 && neighbour < vertices && levels[neighbour] == ~0u;
+				if (is_new && atomicCAS(levels + neighbour, ~0u, now + 1) == ~0u)
+					*found = 1;
+				done++;
+			}
 		}
 	}
 	tell(reports, status, 0, done);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-	search_array(gpunvme::array<u32> array, const u64 *first, u32 vertices, u32 *levels, u32 now, u32 *found,
-		     report *reports)
+	search_array(gpunvme::array<u32> array, const u64 *first, u32 vertices, u32 run, u32 *levels, u32 now,
+		     u32 *found, report *reports)
 {
-	search(by_array{array}, first, vertices, levels, now, found, reports);
+	search(by_array{array}, first, vertices, run, levels, now, found, reports);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-	search_pointer(const u32 *words, const u64 *first, u32 vertices, u32 *levels, u32 now, u32 *found, report *reports)
+	search_pointer(const u32 *words, const u64 *first, u32 vertices, u32 run, u32 *levels, u32 now, u32 *found,
+		       report *reports)
 {
-	search(by_pointer{words}, first, vertices, levels, now, found, reports);
+	search(by_pointer{words}, first, vertices, run, levels, now, found, reports);
 }

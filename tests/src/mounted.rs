@@ -25,8 +25,8 @@ pub struct Image {
     scratch: TempDir,
     /// Further members, where it is the first of several.
     others: usize,
-    /// The block device that the programs get instead of the file.
-    device: Option<LoopDevice>,
+    /// The block devices that the programs get instead of the files, if any.
+    devices: Vec<LoopDevice>,
 }
 
 impl Image {
@@ -55,7 +55,7 @@ impl Image {
 
     /// Files that one volume is to be made of, with `len` bytes each, which hold nothing.
     pub fn blank_members_in(folder: &Path, members: usize, len: u64) -> Self {
-        let image = Self { scratch: scratch_dir_in(folder), others: members - 1, device: None };
+        let image = Self { scratch: scratch_dir_in(folder), others: members - 1, devices: Vec::new() };
         for path in image.members() {
             let file = File::create(path).expect("an image file");
             file.set_len(len).expect("a sparse image file");
@@ -74,17 +74,22 @@ impl Image {
     /// A freshly formatted volume on a loop device over an image of `len` bytes. None, said aloud
     /// for `test`, where there is no loop device.
     pub fn on_block_device(test: &str, len: u64) -> Option<Self> {
-        let image = Self::blank(len);
-        let device = LoopDevice::over(test, &image.path())?;
-        let image = Self { device: Some(device), ..image };
+        Self::on_block_devices(test, 1, len)
+    }
+
+    /// The same on several loop devices, each over an image of `len` bytes.
+    pub fn on_block_devices(test: &str, count: usize, len: u64) -> Option<Self> {
+        let image = Self::blank_members_in(&scratch_root(), count, len);
+        let devices = image.members().iter().map(|member| LoopDevice::over(test, member)).collect::<Option<_>>()?;
+        let image = Self { devices, ..image };
         let output = image.mkfs(&[]);
         assert!(output.status.success(), "mkfs.gpunvme: {}", text(&output));
         Some(image)
     }
 
-    /// What the programs get: the block device where there is one, else the image file.
+    /// What the programs get: the first block device where there is one, else the image file.
     pub fn device(&self) -> PathBuf {
-        self.device.as_ref().map_or_else(|| self.path(), |device| device.path().to_owned())
+        self.devices.first().map_or_else(|| self.path(), |device| device.path().to_owned())
     }
 
     /// The image files that the volume lies on: [`Image::path`] first.
@@ -106,7 +111,10 @@ impl Image {
 
     /// Runs `mkfs.gpunvme` on the image.
     pub fn mkfs(&self, options: &[&str]) -> Output {
-        let devices = if self.device.is_some() { vec![self.device()] } else { self.members() };
+        let devices = match self.devices.as_slice() {
+            [] => self.members(),
+            devices => devices.iter().map(|device| device.path().to_owned()).collect(),
+        };
         programs::command("mkfs.gpunvme").args(options).args(devices).output().expect("mkfs.gpunvme runs")
     }
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::loop_device::LoopDevice;
 use crate::mounted::{is_mounted, text};
 
 /// Makes a file whose blocks are all allocated and written, so that no filesystem on it pays for
@@ -91,6 +92,48 @@ impl Drop for LoopMounted {
             let _ = Command::new("umount").arg(&self.root).status();
         }
         let _ = Command::new("losetup").args(["--detach", &self.device]).status();
+    }
+}
+
+/// A folder whose files lie on several loop devices in turns, for filesystems of one device that are
+/// to be measured on several: btrfs, since not every kernel stripes block devices. It neither sums
+/// nor copies what it hands on.
+#[derive(Debug)]
+pub struct Striped {
+    /// The folder.
+    pub root: PathBuf,
+    /// Detached after the unmount.
+    _devices: Vec<LoopDevice>,
+}
+
+impl Striped {
+    /// Formats and mounts btrfs over as many image files, of `len` bytes each, which it makes in a
+    /// folder.
+    ///
+    /// # Errors
+    /// What the program that failed says.
+    pub fn set_up(folder: &Path, count: usize, len: u64) -> Result<Self, Box<dyn Error>> {
+        let mut devices = Vec::new();
+        for number in 0..count {
+            let image = folder.join(format!("striped.{number}"));
+            write_whole(&image, len)?;
+            devices.push(LoopDevice::over("striped", &image).ok_or("no loop device can be had")?);
+        }
+        let names: Vec<_> = devices.iter().map(LoopDevice::path).collect();
+        run(Command::new("mkfs.btrfs").args(["--quiet", "--force", "--data", "raid0"]).args(&names))?;
+        let root = folder.join("striped");
+        fs::create_dir(&root)?;
+        let others: String = names.iter().map(|name| format!(",device={}", name.display())).collect();
+        run(Command::new("mount").arg("-o").arg(format!("nodatacow{others}")).arg(names[0]).arg(&root))?;
+        Ok(Self { root, _devices: devices })
+    }
+}
+
+impl Drop for Striped {
+    fn drop(&mut self) {
+        if is_mounted(&self.root) {
+            let _ = Command::new("umount").arg(&self.root).status();
+        }
     }
 }
 

@@ -4,9 +4,11 @@
 //!
 //! Locks: `reaper` before `state`. The first is held by the one thread that collects completions,
 //! also while it waits; the second for moments only, never while a member is called.
+use std::num::NonZero;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -17,6 +19,12 @@ use super::Shared;
 use super::growing::Growing;
 use crate::transport::event::{Event, wait_any};
 use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
+
+/// Members for which one thread of the kernel submits, where there are processors for several: eight
+/// devices kept it busy all the time, and others waited for it.
+const MEMBERS_OF_A_THREAD: usize = 4;
+/// Processors for each such thread of a queue, at least.
+const PROCESSORS_OF_A_THREAD: usize = 8;
 
 pub(super) struct StripeQueue {
     shared: Arc<Shared>,
@@ -41,7 +49,7 @@ pub(super) struct Members {
 impl Members {
     /// Opens queues of further members, as this one has of the others.
     pub fn open(&self, members: &[Arc<dyn BlockDevice>]) -> Result<Vec<Box<dyn Queue>>> {
-        open_all(members.iter(), self.is_busy, self.queues.get(0).map(|queue| &**queue))
+        open_all(members.iter(), self.is_busy, &self.queues.iter().map(|queue| &**queue).collect::<Vec<_>>())
     }
 
     /// Has the queues of further members, from now on. Who waits looks at them, too.
@@ -51,19 +59,30 @@ impl Members {
     }
 }
 
-/// Opens a queue of each of these; busy ones share a thread of the kernel, with `beside` too.
+/// Opens a queue of each of these, whose numbers follow those of `before`; busy ones share threads
+/// of the kernel, with those before too.
 fn open_all<'a>(
     members: impl Iterator<Item = &'a Arc<dyn BlockDevice>>,
     is_busy: bool,
-    beside: Option<&dyn Queue>,
+    before: &[&dyn Queue],
 ) -> Result<Vec<Box<dyn Queue>>> {
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
     let mut queues: Vec<Box<dyn Queue>> = Vec::new();
     for member in members {
-        let beside = beside.or(queues.first().map(|queue| &**queue));
+        let first = shares_with(before.len() + queues.len(), processors);
+        let new = || queues.get(first.checked_sub(before.len())?).map(|queue| &**queue);
+        let beside = before.get(first).copied().or_else(new);
         let queue = if is_busy { member.open_busy_queue(beside)? } else { member.open_queue()? };
         queues.push(queue);
     }
     Ok(queues)
+}
+
+/// The member whose queue's thread of the kernel serves the queue of a member: itself, where that
+/// has one of its own.
+fn shares_with(member: usize, processors: usize) -> usize {
+    let threads = (processors / PROCESSORS_OF_A_THREAD).max(1);
+    member / MEMBERS_OF_A_THREAD % threads * MEMBERS_OF_A_THREAD
 }
 
 #[derive(Default)]
@@ -89,9 +108,9 @@ struct Pending {
 type Covers = SmallVec<[(usize, u64); 1]>;
 
 impl StripeQueue {
-    /// With queues of all members; busy ones, if it is to be, which share a thread of the kernel.
+    /// With queues of all members; busy ones, if it is to be, which share threads of the kernel.
     pub(super) fn open(shared: Arc<Shared>, is_busy: bool) -> Result<StripeQueue> {
-        let queues = open_all(shared.members.iter(), is_busy, None)?;
+        let queues = open_all(shared.members.iter(), is_busy, &[])?;
         let event = Event::new().map_err(|errno| Error::System {
             device: shared.name().clone(),
             action: "making an eventfd",
@@ -256,5 +275,20 @@ impl Queue for StripeQueue {
     fn wake(&self) {
         self.woken.store(true, Ordering::Release);
         self.members.event.signal();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shares_with;
+
+    #[test]
+    fn four_members_share_a_thread_of_the_kernel_and_all_of_them_on_few_processors() {
+        let first = |members: usize, processors| (0..members).map(|member| shares_with(member, processors)).collect::<Vec<_>>();
+        assert_eq!(first(8, 1), [0; 8]);
+        assert_eq!(first(8, 15), [0; 8]);
+        assert_eq!(first(8, 16), [0, 0, 0, 0, 4, 4, 4, 4]);
+        assert_eq!(first(12, 16), [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0]);
+        assert_eq!(first(9, 64), [0, 0, 0, 0, 4, 4, 4, 4, 8]);
     }
 }

@@ -1,6 +1,7 @@
 //! Rows of a table that no memory has yet: the array beside managed memory that the file is read
 //! into, and a mapping of the file that is registered. Both files lie on loop devices, the array's
-//! on a gpunvme volume and the others' on ext4.
+//! on a gpunvme volume and the others' on ext4, which lies on a file of btrfs where there are
+//! several.
 
 use crate::gather::Gather;
 use crate::reads::write_words;
@@ -10,7 +11,8 @@ use gpunvme::{File, Mount};
 use gpunvme_cuda::Gpu;
 use gpunvme_tests::cuda::{ARRAYS, MappedFile, Module, managed_words};
 use gpunvme_tests::mounted::{Image, Mounted};
-use gpunvme_tests::peers::{Kind, LoopMounted, write_whole};
+use gpunvme_tests::peers::{Kind, LoopMounted, Striped, write_whole};
+use std::error::Error;
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -22,10 +24,10 @@ const ROW: u32 = 1024;
 /// For what a filesystem keeps for itself.
 const SPARE: u64 = 512 << 20;
 
-pub fn measure(gpu: Gpu, quick: bool) {
+pub fn measure(gpu: Gpu, quick: bool, devices: usize) {
     let (len, count, blocks) = if quick { (16 << 20, 500, 16) } else { (8u64 << 30, 100_000, 264) };
-    let Some((_below, volume, peer)) = volume_and_peer(len) else { return };
-    let (ours, theirs) = (volume.path("rows"), peer.root.join("rows"));
+    let Some((volume, peer)) = volume_and_peer(len, devices) else { return };
+    let (ours, theirs) = (volume.path("rows"), peer.root().join("rows"));
     for path in [&ours, &theirs] {
         write_words(path, len);
         fs::File::open(path).unwrap().sync_all().unwrap();
@@ -62,15 +64,39 @@ pub fn measure(gpu: Gpu, quick: bool) {
     }
 }
 
-/// A gpunvme volume and ext4, each on a loop device with room for a file of `len` bytes; the folder
-/// is what ext4's lies in. None, said aloud, where there are none.
-pub fn volume_and_peer(len: u64) -> Option<(TempDir, Mounted, LoopMounted)> {
-    let volume = Image::on_block_device("kernels-bench", len + SPARE)?.mount();
-    let scratch = tempfile::tempdir().unwrap();
-    let below = scratch.path().join("ext4");
-    write_whole(&below, len + SPARE).unwrap();
-    match LoopMounted::set_up(&below, Kind::Ext4) {
-        Ok(peer) => Some((scratch, volume, peer)),
+/// ext4 on a loop device, and what that lies on.
+pub struct Peer {
+    // In the order in which they have to end.
+    mounted: LoopMounted,
+    _striped: Option<Striped>,
+    _scratch: TempDir,
+}
+
+impl Peer {
+    fn set_up(len: u64, devices: usize) -> Result<Peer, Box<dyn Error>> {
+        let scratch = tempfile::tempdir()?;
+        let striped = match devices {
+            1 => None,
+            // btrfs keeps more for itself than what it gives.
+            devices => Some(Striped::set_up(scratch.path(), devices, (len + 6 * SPARE) / devices as u64)?),
+        };
+        let below = striped.as_ref().map_or(scratch.path(), |striped| striped.root.as_path()).join("ext4");
+        write_whole(&below, len + SPARE)?;
+        Ok(Peer { mounted: LoopMounted::set_up(&below, Kind::Ext4)?, _striped: striped, _scratch: scratch })
+    }
+
+    /// Where it is mounted.
+    pub fn root(&self) -> &Path {
+        &self.mounted.root
+    }
+}
+
+/// A gpunvme volume and ext4, each on so many loop devices with room for a file of `len` bytes.
+/// None, said aloud, where there are none.
+pub fn volume_and_peer(len: u64, devices: usize) -> Option<(Mounted, Peer)> {
+    let volume = Image::on_block_devices("kernels-bench", devices, (len + SPARE) / devices as u64)?.mount();
+    match Peer::set_up(len, devices) {
+        Ok(peer) => Some((volume, peer)),
         Err(error) => {
             println!("\nno ext4 to compare with: {error}");
             None

@@ -73,16 +73,23 @@ pub struct Search<'a> {
     hops: u32,
     expected: Vec<u32>,
     blocks: u32,
+    /// Vertices in a row that a warp takes.
+    pub run: u32,
 }
 
 impl<'a> Search<'a> {
     /// Of a graph whose vertex v has the edges from `first[v]` to `first[v + 1]`: so many hops,
-    /// which reach what `expected` has, by so many blocks.
+    /// which reach what `expected` has, by so many blocks whose warps take one vertex at a time.
     pub fn new(module: &'a Module, first: &[u64], (hops, expected): (u32, Vec<u32>), blocks: u32) -> Search<'a> {
         let gpu = module.gpu;
         let (levels, found) = (holding(gpu, expected.as_bytes()), holding(gpu, &[0; 4]));
         let vertices = expected.len() as u32;
-        Search { module, first: holding(gpu, first.as_bytes()), levels, found, vertices, hops, expected, blocks }
+        Search { module, first: holding(gpu, first.as_bytes()), levels, found, vertices, hops, expected, blocks, run: 1 }
+    }
+
+    /// Has CUDA load a kernel, which takes it as long as a small search: a search of no vertices.
+    pub fn load(&self, name: &str, words: &[u8]) {
+        self.level(name, words, 0, 0);
     }
 
     /// How long it takes, with every level compared.
@@ -94,13 +101,7 @@ impl<'a> Search<'a> {
         let begun = Instant::now();
         for now in 0..self.hops {
             put(gpu, &self.found, &[0; 4]);
-            let reports = Reports::new(gpu, self.blocks);
-            let [first, levels, found] = [&self.first, &self.levels, &self.found].map(Memory::address);
-            let parameters =
-                [words, first.as_bytes(), self.vertices.as_bytes(), levels.as_bytes(), now.as_bytes(), found.as_bytes()];
-            reports.launch(self.module, name, 256, &parameters, &[]);
-            self.module.wait();
-            good(&reports.get());
+            self.level(name, words, self.vertices, now);
             if get(gpu, &self.found, 4) == [0; 4] {
                 break;
             }
@@ -108,6 +109,17 @@ impl<'a> Search<'a> {
         let took = begun.elapsed();
         assert!(get(gpu, &self.levels, levels.len() * 4) == self.expected.as_bytes(), "{name}: other levels");
         took
+    }
+
+    /// One level, of the first so many vertices.
+    fn level(&self, name: &str, words: &[u8], vertices: u32, now: u32) {
+        let reports = Reports::new(self.module.gpu, self.blocks);
+        let [first, levels, found] = [&self.first, &self.levels, &self.found].map(Memory::address);
+        let (run, now) = (self.run.as_bytes(), now.as_bytes());
+        let parameters = [words, first.as_bytes(), vertices.as_bytes(), run, levels.as_bytes(), now, found.as_bytes()];
+        reports.launch(self.module, name, 256, &parameters, &[]);
+        self.module.wait();
+        good(&reports.get());
     }
 }
 

@@ -24,6 +24,10 @@ struct Arguments {
     /// The GPU, by its number or UUID.
     #[arg(long, default_value = "0")]
     gpu: Which,
+    /// Reads, and what is in no memory (cold, near), are of so many loop devices: a volume of all of
+    /// them, beside ext4 on a file of btrfs over as many, for which it needs mkfs.btrfs.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    devices: u8,
     /// A look at whether it works, not at how fast.
     #[arg(long)]
     quick: bool,
@@ -46,18 +50,18 @@ fn main() -> ExitCode {
     };
     println!("{} ({}), kernels {}", gpu.name(), gpu.pci_address(), if arguments.without_kernels { "left out" } else { "run" });
     let wants = |name: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == name);
-    let (quick, kernels) = (arguments.quick, !arguments.without_kernels);
+    let (quick, kernels, devices) = (arguments.quick, !arguments.without_kernels, arguments.devices.into());
     if wants("reads") {
-        reads::measure(gpu, quick, kernels);
+        reads::measure(gpu, quick, kernels, devices);
     }
     if wants("array") && kernels {
         hits::measure(gpu, quick);
     }
     if wants("cold") && kernels {
-        cold::measure(gpu, quick);
+        cold::measure(gpu, quick, devices);
     }
     if wants("near") && kernels {
-        near::measure(gpu, quick);
+        near::measure(gpu, quick, devices);
     }
     if wants("graph") && kernels {
         graph::measure(gpu, quick);

@@ -24,8 +24,14 @@ pub const PAGE: u64 = 4096;
 /// For what a filesystem keeps for itself.
 const SPARE: u64 = 512 << 20;
 
-pub fn measure(gpu: Gpu, quick: bool, kernels: bool) {
+pub fn measure(gpu: Gpu, quick: bool, kernels: bool, devices: usize) {
     let len: u64 = if quick { 16 << 20 } else { 512 << 20 };
+    if devices > 1 {
+        let volume = Image::on_block_devices("kernels-bench", devices, len / devices as u64 + SPARE);
+        return volume.into_iter().for_each(|volume| {
+            on(gpu, &format!("{devices} loop devices"), (volume, None), (len, quick), kernels);
+        });
+    }
     let one = Image::on_block_device("kernels-bench", len + SPARE);
     let bare = one.as_ref().and_then(|_| Image::on_block_device("kernels-bench", len));
     match (one, bare) {
