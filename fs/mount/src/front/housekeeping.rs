@@ -17,8 +17,11 @@ const WRITE_BACK: Duration = Duration::from_secs(1);
 /// How often the thread looks.
 const TICK: Duration = Duration::from_millis(200);
 /// Operations at a time that finish what earlier mounts left: as many small files without a name,
-/// or parts of a large one. What is written and committed by time waits for them.
+/// or parts of a large one.
 const FINISH: usize = 64;
+/// How long it goes on with them before it looks at the rest again: what is written and committed by
+/// time waits for them.
+const FINISH_TIME: Duration = Duration::from_millis(100);
 
 /// The thread that keeps house. Dropping it ends the thread.
 pub(super) struct Housekeeping {
@@ -100,9 +103,12 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
         if fs.volume().wants_checkpoint() {
             let _ = fs.volume().checkpoint();
         }
-        if !finished {
-            // One that cannot be finished is not tried again, and keeps no other from its turn.
-            finished = fs.finish_orphans(FINISH).unwrap_or(false);
+        let until = Instant::now() + FINISH_TIME;
+        while !finished && Instant::now() < until && !*ending.lock() {
+            // One that cannot be finished is not tried again, and keeps no other from its turn, the
+            // next time.
+            let Ok(are_all) = fs.finish_orphans(FINISH) else { break };
+            finished = are_all;
             if finished {
                 let _ = fs.volume().find_emptied_chunks();
             }
