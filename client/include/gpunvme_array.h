@@ -315,7 +315,7 @@ template <class T> class array {
 					      const Group &group) const
 	{
 		load loads[depth];
-		u32 count = 0;
+		u32 count = 0, written = 0;
 		bool open = *status == wanted, stuck = true;
 		GPUNVME_ROLLED
 		while (count < depth) {
@@ -329,12 +329,16 @@ template <class T> class array {
 			made = group.share(made);
 			int failed = 0;
 			if (made.what == detail::to_write) {
-				stuck = false;
-				failed = count == 0 ? write_back(made, false, group) : int(again);
-				if (failed == 0)
-					continue; /* the frame is free */
-				if (count > 0)
+				if (count > 0 || written == ways) {
+					/* What was begun comes first; others may have taken all that was freed. */
 					end_use(made.frame, detail::valid - detail::busy, group);
+					break;
+				}
+				failed = write_back(made, false, group);
+				if (failed == 0) {
+					written++;
+					continue; /* the frame is free */
+				}
 			} else if (made.what == detail::reserved) {
 				stuck = false;
 				loads[count] = {made.frame, next, {}};
@@ -352,10 +356,11 @@ template <class T> class array {
 				*status = failed;
 			open = open && page != next;
 		}
+		u64 start = detail::now(); /* one patience for all of them */
 		GPUNVME_ROLLED
 		for (u32 n = 0; n < count; n++) {
 			const load &one = loads[n];
-			outcome got = by.wait(one.begun, group);
+			outcome got = by.wait_since(start, one.begun, group);
 			u64 len = page_len(one.page);
 			unsigned char *bytes_of = frame_at(one.frame);
 			GPUNVME_ROLLED
@@ -411,7 +416,7 @@ template <class T> class array {
 			return made;
 		}
 		detail::set *set = sets + set_of(page);
-		while (detail::exchange(&set->lock, 1) != 0)
+		while (detail::load(&set->lock) != 0 || detail::exchange(&set->lock, 1) != 0)
 			detail::pause();
 		if (is_present(page, first)) {
 			made.what = detail::present;

@@ -128,24 +128,9 @@ class ring {
 	 * `timed_out` or `closed` a write may still happen, and memory of a read does not change.
 	 */
 	template <class Group = thread>
-	GPUNVME_OUTLINE GPUNVME_FN outcome wait(const request &begun, const Group &group = Group()) const
+	GPUNVME_FN outcome wait(const request &begun, const Group &group = Group()) const
 	{
-		end ended = {{begun.status, 0, 0}, false};
-		if (begun.status != 0)
-			return ended.result;
-		if (group.rank() == 0)
-			ended = finish(begun.slot);
-		ended = group.share(ended);
-		if (!ended.ours)
-			return ended.result;
-		if (ended.result.bytes > begun.len)
-			ended.result.bytes = begun.len; /* `as_asked`, or a broken daemon's */
-		if (begun.reads)
-			detail::copy(begun.memory, place(begun), ended.result.bytes, group);
-		group.sync();
-		if (group.rank() == 0)
-			free_slot(begun.slot);
-		return ended.result;
+		return wait_since(detail::now(), begun, group);
 	}
 
 	/*
@@ -162,7 +147,7 @@ class ring {
 			return {wait(begun, group), nullptr, detail::none};
 		end ended = {{0, 0, 0}, false};
 		if (group.rank() == 0)
-			ended = finish(begun.slot);
+			ended = finish(begun.slot, detail::now());
 		ended = group.share(ended);
 		if (!ended.ours)
 			return {ended.result, nullptr, detail::none};
@@ -228,6 +213,28 @@ class ring {
 	/* 0, or the status of all that begins or waits. */
 	GPUNVME_FN int ended() const { return int(detail::load(&shared->over.word)); }
 
+	/* As `wait`, by a group that has waited since then, with the first thread's clock. */
+	template <class Group>
+	GPUNVME_OUTLINE GPUNVME_FN outcome wait_since(u64 start, const request &begun, const Group &group) const
+	{
+		end ended = {{begun.status, 0, 0}, false};
+		if (begun.status != 0)
+			return ended.result;
+		if (group.rank() == 0)
+			ended = finish(begun.slot, start);
+		ended = group.share(ended);
+		if (!ended.ours)
+			return ended.result;
+		if (ended.result.bytes > begun.len)
+			ended.result.bytes = begun.len; /* `as_asked`, or a broken daemon's */
+		if (begun.reads)
+			detail::copy(begun.memory, place(begun), ended.result.bytes, group);
+		group.sync();
+		if (group.rank() == 0)
+			free_slot(begun.slot);
+		return ended.result;
+	}
+
 	/*
 	 * Waits for the write of a page of an array. Where it is given up, which `ours` says, its frame is
 	 * no longer busy when its completion has come.
@@ -240,7 +247,7 @@ class ring {
 			return done;
 		if (group.rank() == 0) {
 			slots()[begun.slot].page = frame;
-			done = finish(begun.slot);
+			done = finish(begun.slot, detail::now());
 		}
 		done = group.share(done);
 		group.sync();
@@ -335,7 +342,7 @@ class ring {
 				return detail::none;
 			}
 			if (!poll())
-				detail::pause_after(waited);
+				detail::pause_among_others(waited);
 		}
 	}
 
@@ -422,11 +429,13 @@ class ring {
 		} while (detail::load_acquire_gpu(ready(tail)) == tail + 1);
 	}
 
-	/* Waits for a slot's request, or leaves it to the thread that takes its completion. */
-	GPUNVME_OUTLINE GPUNVME_FN end finish(u32 number) const
+	/*
+	 * Waits for a slot's request, or, when the ring's patience since `start` is over, leaves it to the
+	 * thread that takes its completion.
+	 */
+	GPUNVME_OUTLINE GPUNVME_FN end finish(u32 number, u64 start) const
 	{
 		detail::slot *slot = slots() + number;
-		u64 start = detail::now();
 		for (;;) {
 			u32 over = detail::load(&shared->over.word);
 			if (detail::load_acquire_gpu(&slot->state) == detail::done)

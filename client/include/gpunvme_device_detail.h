@@ -353,24 +353,44 @@ GPUNVME_FN void pause()
 	GPUNVME_EITHER(asm volatile("nanosleep.u32 100;"), sched_yield());
 }
 
+/* Sleeps for a 64th of so many nanoseconds that a thread of a GPU has waited, or up to `most`. */
+GPUNVME_FN void sleep_after(u64 waited, u32 most)
+{
+	u64 part = waited / 64;
+	u32 time = part < 100 ? 100 : part > most ? most : u32(part);
+	GPUNVME_EITHER(asm volatile("nanosleep.u32 %0;" : : "r"(time)), (void)time);
+}
+
 /*
- * The same, in a thread that has waited so many nanoseconds. Thousands of warps that look for the
- * same words again and again keep others from them: each sleeps for a 64th of the time that it has
- * waited, at most 10 us. On a CPU, threads that yield to one another may keep the daemon from its
- * processor: after 20 ms they sleep.
+ * The same as pause, in a thread that has waited so many nanoseconds for what comes to it alone.
+ * Thousands of warps that look for the same words again and again keep others from them: they sleep up
+ * to 10 us. On a CPU, threads that yield to one another may keep the daemon from its processor: after
+ * 20 ms they sleep.
  */
 GPUNVME_FN void pause_after(u64 waited)
 {
 #ifdef __CUDA_ARCH__
-	u64 part = waited / 64;
-	u32 sleep = part < 100 ? 100 : part > 10000 ? 10000 : u32(part);
-	asm volatile("nanosleep.u32 %0;" : : "r"(sleep));
+	sleep_after(waited, 10000);
 #else
 	const struct timespec moment = {0, 100};
 	if (waited > 20000000)
 		nanosleep(&moment, nullptr);
 	else
 		pause();
+#endif
+}
+
+/*
+ * The same, in a thread that waits for what others may take before it: who sleeps while others do not
+ * gets nothing.
+ */
+GPUNVME_FN void pause_among_others(u64 waited)
+{
+#ifdef __CUDA_ARCH__
+	sleep_after(waited, 2000);
+#else
+	(void)waited;
+	pause();
 #endif
 }
 

@@ -192,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(256)
 /*
  * A level of a breadth-first search: each vertex of the level `now`, by one warp, puts its
  * neighbours that have no level yet into the next. Neighbours of vertex v are the words of the file
- * from first[v] to first[v + 1]. A warp takes `run` vertices in a row: where that are those of a page,
- * warps wait for different pages.
+ * from first[v] to first[v + 1]. A warp takes `run` vertices in a row: where those are the
+ * vertices of one page, warps wait for different pages.
  */
 template <class Words>
 __device__ static void search(const Words &words, const u64 *first, u32 vertices, u32 run, u32 *levels, u32 now,

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::loop_device::LoopDevice;
-use crate::mounted::{is_mounted, text};
+use crate::mounted::{is_mounted, text, unmount_unless_busy};
 
 /// Makes a file whose blocks are all allocated and written, so that no filesystem on it pays for
 /// that.
@@ -89,15 +89,14 @@ impl LoopMounted {
 impl Drop for LoopMounted {
     fn drop(&mut self) {
         if is_mounted(&self.root) {
-            let _ = Command::new("umount").arg(&self.root).status();
+            let _ = unmount_unless_busy(&self.root);
         }
         let _ = Command::new("losetup").args(["--detach", &self.device]).status();
     }
 }
 
-/// A folder whose files lie on several loop devices in turns, for filesystems of one device that are
-/// to be measured on several: btrfs, since not every kernel stripes block devices. It neither sums
-/// nor copies what it hands on.
+/// A filesystem whose files lie on several loop devices in turns: btrfs, since not every kernel
+/// stripes block devices. It sums nothing, and writes go where the bytes lay.
 #[derive(Debug)]
 pub struct Striped {
     /// The folder.
@@ -132,7 +131,7 @@ impl Striped {
 impl Drop for Striped {
     fn drop(&mut self) {
         if is_mounted(&self.root) {
-            let _ = Command::new("umount").arg(&self.root).status();
+            let _ = unmount_unless_busy(&self.root);
         }
     }
 }
@@ -207,5 +206,26 @@ pub fn run(command: &mut Command) -> Result<String, Box<dyn Error>> {
         Ok(String::from_utf8(output.stdout)?)
     } else {
         Err(format!("{}: {}", command.get_program().to_string_lossy(), text(&output)).into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{needs_mount, report_skipped, scratch_dir};
+
+    #[test]
+    fn a_striped_peer_holds_files_and_leaves_nothing() {
+        needs_mount!();
+        let scratch = scratch_dir();
+        let peer = match Striped::set_up(scratch.path(), 2, 256 << 20) {
+            Ok(peer) => peer,
+            Err(error) => return report_skipped("a_striped_peer_holds_files_and_leaves_nothing", &error.to_string()),
+        };
+        let (root, bytes) = (peer.root.clone(), crate::tree::pattern(3, 3 << 20));
+        fs::write(root.join("file"), &bytes).expect("it has room");
+        assert!(is_mounted(&root) && fs::read(root.join("file")).expect("it is there") == bytes);
+        drop(peer);
+        assert!(!is_mounted(&root) && !root.join("file").exists());
     }
 }

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +13,7 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gpunvme::gpu::{GpuRing, GpuRingSettings};
+use gpunvme::gpu::{GpuArraySettings, GpuRing, GpuRingSettings};
 use gpunvme::{Error, File, Mount};
 use gpunvme_abi::ring::{Submission, Word};
 use gpunvme_cuda::{Cuda, Place, Which};
@@ -428,6 +429,42 @@ fn kernels_end_whatever_a_daemon_answers() {
         let output = Command::new("timeout").args(["--kill-after=5", "30"]).arg(&program).arg(scenario).output().unwrap();
         assert!(output.status.success(), "{scenario}: {}", text(&output));
     }
+}
+
+/// The daemon may still answer such a write, and whoever takes the answer changes a word of the
+/// array's memory.
+#[test]
+fn an_array_with_a_write_that_was_given_up_leaves_its_memory_to_the_ring() {
+    /// A frame's word, as `gpunvme_array.h` has it: busy, and changed.
+    const GIVEN_UP: u64 = 1 << 20 | 1 << 22;
+    needs_mount!();
+    let volume = Mounted::new();
+    fs::write(volume.path("file"), tree::pattern(1, 65536)).unwrap();
+    let mount = Mount::open(volume.root()).unwrap();
+    let file = File::create(volume.path("file")).unwrap();
+    let ring = GpuRing::on_cpu(&mount, GpuRingSettings::default()).unwrap();
+    let memory = fs::OpenOptions::new().read(true).write(true).open("/proc/self/mem").unwrap();
+    let word_at = |address: u64| {
+        let mut word = [0; 8];
+        memory.read_exact_at(&mut word, address).map(|()| u64::from_ne_bytes(word))
+    };
+    let array = |word: u64| {
+        let settings = GpuArraySettings { writable: true, ..GpuArraySettings::default() };
+        let array = ring.array(&file, settings).unwrap();
+        let words = array.for_kernels().as_bytes()[80..88].try_into().unwrap();
+        let words = u64::from_ne_bytes(words);
+        memory.write_all_at(&word.to_ne_bytes(), words).unwrap();
+        (array, words)
+    };
+    let (settled, words) = array(0);
+    drop(settled);
+    assert!(word_at(words).is_err(), "its memory is given back");
+    let (mut given_up, words) = array(GIVEN_UP);
+    assert!(matches!(given_up.flush(&file), Err(Error::Path { errno: Errno::TIMEDOUT, .. })));
+    drop(given_up);
+    assert_eq!(word_at(words).unwrap(), GIVEN_UP, "the ring keeps it");
+    drop(ring);
+    assert!(word_at(words).is_err(), "it is given back with the ring");
 }
 
 #[test]

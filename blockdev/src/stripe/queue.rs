@@ -20,10 +20,10 @@ use super::growing::Growing;
 use crate::transport::event::{Event, wait_any};
 use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 
-/// Members for which one thread of the kernel submits, where there are processors for several: eight
-/// devices kept it busy all the time, and others waited for it.
+/// Members that share a thread of the kernel, which submits for their queues, where there are
+/// processors for several: with eight members one was busy all the time.
 const MEMBERS_OF_A_THREAD: usize = 4;
-/// Processors for each such thread of a queue, at least.
+/// Processors for each such thread of all queues of a stripe, at least; but each queue has one.
 const PROCESSORS_OF_A_THREAD: usize = 8;
 
 pub(super) struct StripeQueue {
@@ -40,7 +40,8 @@ pub(super) struct StripeQueue {
 /// A queue of each member, by their numbers.
 pub(super) struct Members {
     queues: Growing<Box<dyn Queue>>,
-    is_busy: bool,
+    /// Threads of the kernel that submit for them, if they are busy.
+    threads: Option<usize>,
     /// Signalled by [`Queue::wake`], for requests that are over without any member, and when there
     /// are more members.
     event: Event,
@@ -49,7 +50,12 @@ pub(super) struct Members {
 impl Members {
     /// Opens queues of further members, as this one has of the others.
     pub fn open(&self, members: &[Arc<dyn BlockDevice>]) -> Result<Vec<Box<dyn Queue>>> {
-        open_all(members.iter(), self.is_busy, &self.queues.iter().map(|queue| &**queue).collect::<Vec<_>>())
+        open_all(members.iter(), self.threads, &self.queues.iter().map(|queue| &**queue).collect::<Vec<_>>())
+    }
+
+    /// How many threads of the kernel submit for them at the most.
+    pub fn threads(&self) -> usize {
+        self.threads.unwrap_or(0)
     }
 
     /// Has the queues of further members, from now on. Who waits looks at them, too.
@@ -59,29 +65,35 @@ impl Members {
     }
 }
 
-/// Opens a queue of each of these, whose numbers follow those of `before`; busy ones share threads
-/// of the kernel, with those before too.
+/// How many threads of the kernel a busy queue may have, where other queues of the stripe have so many.
+pub(super) fn threads_beside(others: usize) -> usize {
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    (processors / PROCESSORS_OF_A_THREAD).saturating_sub(others).max(1)
+}
+
+/// Opens a queue of each of these, whose numbers follow those of `before`; busy ones share so many
+/// threads of the kernel, with those before too.
 fn open_all<'a>(
     members: impl Iterator<Item = &'a Arc<dyn BlockDevice>>,
-    is_busy: bool,
+    threads: Option<usize>,
     before: &[&dyn Queue],
 ) -> Result<Vec<Box<dyn Queue>>> {
-    let processors = thread::available_parallelism().map_or(1, NonZero::get);
     let mut queues: Vec<Box<dyn Queue>> = Vec::new();
     for member in members {
-        let first = shares_with(before.len() + queues.len(), processors);
+        let Some(threads) = threads else {
+            queues.push(member.open_queue()?);
+            continue;
+        };
+        let first = shares_with(before.len() + queues.len(), threads);
         let new = || queues.get(first.checked_sub(before.len())?).map(|queue| &**queue);
-        let beside = before.get(first).copied().or_else(new);
-        let queue = if is_busy { member.open_busy_queue(beside)? } else { member.open_queue()? };
+        let queue = member.open_busy_queue(before.get(first).copied().or_else(new))?;
         queues.push(queue);
     }
     Ok(queues)
 }
 
-/// The member whose queue's thread of the kernel serves the queue of a member: itself, where that
-/// has one of its own.
-fn shares_with(member: usize, processors: usize) -> usize {
-    let threads = (processors / PROCESSORS_OF_A_THREAD).max(1);
+/// The first of the members whose queues have the same thread of the kernel as this member's.
+fn shares_with(member: usize, threads: usize) -> usize {
     member / MEMBERS_OF_A_THREAD % threads * MEMBERS_OF_A_THREAD
 }
 
@@ -108,9 +120,9 @@ struct Pending {
 type Covers = SmallVec<[(usize, u64); 1]>;
 
 impl StripeQueue {
-    /// With queues of all members; busy ones, if it is to be, which share threads of the kernel.
-    pub(super) fn open(shared: Arc<Shared>, is_busy: bool) -> Result<StripeQueue> {
-        let queues = open_all(shared.members.iter(), is_busy, &[])?;
+    /// With queues of all members; busy ones, if so many threads of the kernel are to submit for them.
+    pub(super) fn open(shared: Arc<Shared>, threads: Option<usize>) -> Result<StripeQueue> {
+        let queues = open_all(shared.members.iter(), threads, &[])?;
         let event = Event::new().map_err(|errno| Error::System {
             device: shared.name().clone(),
             action: "making an eventfd",
@@ -118,7 +130,7 @@ impl StripeQueue {
         })?;
         Ok(StripeQueue {
             shared,
-            members: Arc::new(Members { queues: queues.into_iter().collect(), is_busy, event }),
+            members: Arc::new(Members { queues: queues.into_iter().collect(), threads, event }),
             woken: AtomicBool::new(false),
             state: Mutex::default(),
             reaper: Mutex::default(),
@@ -280,15 +292,102 @@ impl Queue for StripeQueue {
 
 #[cfg(test)]
 mod tests {
-    use super::shares_with;
+    use std::fs::File;
+    use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+
+    use super::*;
+    use crate::{Geometry, Region};
+
+    /// Of each queue in the order in which they were opened: itself, and the queue whose thread it shares.
+    type Opened = Arc<Mutex<Vec<(RawFd, RawFd)>>>;
+
+    /// A device whose busy queues have a thread of the kernel of their own, or share one.
+    struct Threaded(Geometry, Opened);
+
+    /// A queue that has a thread.
+    struct Sharing(File);
+
+    impl BlockDevice for Threaded {
+        fn name(&self) -> &str {
+            "threaded"
+        }
+
+        fn geometry(&self) -> &Geometry {
+            &self.0
+        }
+
+        fn open_queue(&self) -> Result<Box<dyn Queue>> {
+            unreachable!("busy queues are opened")
+        }
+
+        fn open_busy_queue(&self, beside: Option<&dyn Queue>) -> Result<Box<dyn Queue>> {
+            let own = File::open("/dev/null").expect("it is there");
+            let shares = beside.and_then(|queue| queue.kernel_thread()).map_or(own.as_raw_fd(), |queue| queue.as_raw_fd());
+            self.1.lock().push((own.as_raw_fd(), shares));
+            Ok(Box::new(Sharing(own)))
+        }
+
+        fn map(&self, _: &Arc<Region>) -> Result<()> {
+            Ok(())
+        }
+
+        fn unmap(&self, _: &Region) {}
+    }
+
+    impl Queue for Sharing {
+        fn kernel_thread(&self) -> Option<BorrowedFd<'_>> {
+            Some(self.0.as_fd())
+        }
+
+        fn submit(&self, _: &mut Vec<Request>) {}
+
+        fn complete(&self, _: Wait, _: &mut Vec<Completion>) -> Result<usize> {
+            Ok(0)
+        }
+
+        fn wake(&self) {}
+
+        fn sleep_on(&self, _: Instant) -> Result<Option<BorrowedFd<'_>>> {
+            Ok(None)
+        }
+    }
+
+    fn members(count: usize, opened: &Opened) -> Vec<Arc<dyn BlockDevice>> {
+        let geometry = || Geometry {
+            len: crate::Length::new(1 << 20),
+            logical_block: 512,
+            memory_alignment: 4,
+            max_transfer: 1 << 20,
+            queue_depth: 16,
+            max_queues: 16,
+            volatile_cache: false,
+            discard: false,
+            write_zeroes: false,
+            read_only: false,
+        };
+        (0..count).map(|_| Arc::new(Threaded(geometry(), opened.clone())) as Arc<dyn BlockDevice>).collect()
+    }
+
+    /// With whose queue each member's shares one of so many threads: of `first` members, and of
+    /// `further` that come later.
+    fn shared(first: usize, further: usize, threads: usize) -> Vec<usize> {
+        let opened = Opened::default();
+        let before = open_all(members(first, &opened).iter(), Some(threads), &[]).expect("they open");
+        let known: Vec<&dyn Queue> = before.iter().map(|queue| &**queue).collect();
+        let _later = open_all(members(further, &opened).iter(), Some(threads), &known).expect("they open");
+        let opened = opened.lock();
+        let number = |queue| opened.iter().position(|(own, _)| *own == queue).expect("it was opened");
+        opened.iter().map(|(_, shares)| number(*shares)).collect()
+    }
 
     #[test]
-    fn four_members_share_a_thread_of_the_kernel_and_all_of_them_on_few_processors() {
-        let first = |members: usize, processors| (0..members).map(|member| shares_with(member, processors)).collect::<Vec<_>>();
-        assert_eq!(first(8, 1), [0; 8]);
-        assert_eq!(first(8, 15), [0; 8]);
-        assert_eq!(first(8, 16), [0, 0, 0, 0, 4, 4, 4, 4]);
-        assert_eq!(first(12, 16), [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0]);
-        assert_eq!(first(9, 64), [0, 0, 0, 0, 4, 4, 4, 4, 8]);
+    fn four_members_share_a_thread_of_the_kernel_and_more_where_there_are_no_more_threads() {
+        assert_eq!(shared(8, 0, 1), [0; 8]);
+        assert_eq!(shared(8, 0, 2), [0, 0, 0, 0, 4, 4, 4, 4]);
+        assert_eq!(shared(12, 0, 2), [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 0, 0]);
+        assert_eq!(shared(9, 0, 8), [0, 0, 0, 0, 4, 4, 4, 4, 8]);
+        for (first, further) in [(1, 8), (4, 5), (6, 3), (8, 1)] {
+            assert_eq!(shared(first, further, 8), shared(9, 0, 8), "{further} members later");
+        }
     }
 }

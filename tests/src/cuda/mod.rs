@@ -19,5 +19,5 @@ pub use kernels::{KERNEL_CHECKS, KernelReads, read_and_crash, read_endlessly};
 pub use launch::{Module, get, holding, put};
 pub use measure::{facts, measure, measure_page_cache};
 pub use model::{LAYER_CHECK, Model, ModelSite, Shape};
-pub use others::{MappedFile, managed_words};
+pub use others::{MappedFile, managed_words, move_to};
 pub use transfers::{CRASH_CHECK, PAGE_CACHE_CHECKS, Site, TRANSFER_CHECKS, from_the_device};

@@ -1,7 +1,8 @@
 //! What a program would use instead of an array over a file: managed memory that it is read into,
 //! and a mapping of it that is registered with CUDA.
 
-use super::application::{Memory, managed};
+use super::application::{Memory, managed, ok};
+use cudarc::driver::sys;
 use gpunvme_cuda::{Gpu, HostRegistration};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::ffi::c_void;
@@ -31,6 +32,20 @@ pub fn managed_words(gpu: Gpu, path: &Path) -> Memory {
         }
     });
     memory
+}
+
+/// Moves the first bytes of managed memory to a GPU at once, as a program does that knows what its
+/// kernels need.
+pub fn move_to(gpu: Gpu, memory: &Memory, len: u64) {
+    let _entered = gpu.enter().unwrap();
+    let mut device = 0;
+    // SAFETY: the memory is managed and that long; the calls write a number, and move pages by the
+    // default stream.
+    unsafe {
+        ok(sys::cuDeviceGet(&mut device, gpu.index() as i32));
+        ok(sys::cuMemPrefetchAsync(memory.address(), len as usize, device, ptr::null_mut()));
+        ok(sys::cuStreamSynchronize(ptr::null_mut()));
+    }
 }
 
 /// A mapping of a file that kernels read: every word comes over the bus.

@@ -1,14 +1,15 @@
 //! An array over a file for kernels, and the memory of its cache.
 
-use super::layout::{ArrayState, KernelArray, Word};
+use super::layout::{ArrayState, Changes, KernelArray, Word};
 use super::memory::Own;
-use super::ring::{BLOCK, GpuRing};
+use super::ring::{BLOCK, GivenUp, GpuRing};
 use crate::error::{Error, Result};
 use crate::file::File;
 use crate::gpu::request::Segment;
 use crate::gpu::transfers::Transfers;
 use crate::ring::Attached;
 use rustix::io::Errno;
+use std::sync::Arc;
 
 /// The shortest page.
 const SHORTEST_PAGE: usize = 512;
@@ -71,7 +72,9 @@ pub struct GpuArray {
     _file: Attached,
     /// Device and inode of the file.
     identity: (u64, u64),
-    state: Own,
+    /// Its ring's, too, when it is dropped before a write has ended that a kernel gave up.
+    state: Arc<Own>,
+    given_up: GivenUp,
     frames: Own,
     place: ArrayState,
     page: usize,
@@ -126,7 +129,8 @@ impl GpuRing {
             writable: settings.writable.into(),
         };
         debug_assert!(page <= BLOCK || page.is_multiple_of(BLOCK));
-        Ok(GpuArray { _file: attached, identity: file.identity()?, state, frames, place, page, for_kernels })
+        let (state, given_up) = (Arc::new(state), self.given_up());
+        Ok(GpuArray { _file: attached, identity: file.identity()?, state, given_up, frames, place, page, for_kernels })
     }
 }
 
@@ -166,27 +170,32 @@ impl GpuArray {
             let action = "flush an array that was made over another file to it";
             return Err(Error::Path { path: file.path().to_owned(), action, errno: Errno::INVAL });
         }
-        let mut words = self.state.get(self.place.words, self.place.frames as usize * 8)?;
-        let (mut segments, mut is_unsettled) = (Vec::new(), false);
-        for (frame, word) in words.chunks_mut(8).enumerate() {
-            let mut seen = Word(u64::from_le_bytes((&*word).try_into().expect("eight bytes")));
-            is_unsettled |= seen.is_being_written();
-            if seen.take_change() {
-                let file_offset = seen.page() * self.page as u64;
-                let len = (self.for_kernels.bytes - file_offset).min(self.page as u64);
-                segments.push(Segment { file_offset, address: self.frames.address() + (frame * self.page) as u64, len });
-                word.copy_from_slice(&seen.0.to_le_bytes());
-            }
-        }
+        let mut words = self.words()?;
+        let changes = Changes::take(&mut words);
+        let segment = |frame: &usize| {
+            let file_offset = words[*frame].page() * self.page as u64;
+            let len = (self.for_kernels.bytes - file_offset).min(self.page as u64);
+            Segment { file_offset, address: self.frames.address() + (frame * self.page) as u64, len }
+        };
+        let segments: Vec<Segment> = changes.frames.iter().map(segment).collect();
         if !segments.is_empty() {
             self.write_segments(file, &segments)?;
-            self.state.put(file.path(), self.place.words, &words)?;
         }
-        if is_unsettled {
+        let state = Arc::get_mut(&mut self.state).expect("it is this array's alone until that is dropped");
+        for frames in changes.words {
+            let bytes: Vec<u8> = words[frames.clone()].iter().flat_map(|word| word.0.to_le_bytes()).collect();
+            state.put(file.path(), self.place.words + frames.start * 8, &bytes)?;
+        }
+        if changes.is_unsettled {
             let action = "flush a page whose write was given up, and may still happen, to it";
             return Err(Error::Path { path: file.path().to_owned(), action, errno: Errno::TIMEDOUT });
         }
         Ok(segments.iter().map(|segment| segment.len).sum())
+    }
+
+    /// The words of its frames, as they are at some moment.
+    fn words(&self) -> Result<Vec<Word>> {
+        Ok(Word::all_of(&self.state.get(self.place.words, self.place.frames as usize * 8)?))
     }
 
     fn write_segments(&self, file: &File, segments: &[Segment]) -> Result<()> {
@@ -205,5 +214,15 @@ impl GpuArray {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for GpuArray {
+    fn drop(&mut self) {
+        // Whichever kernel takes the completion of such a write changes the word of its frame.
+        let may_be_written = || self.words().map_or(true, |words| words.iter().any(|word| word.is_being_written()));
+        if self.for_kernels.writable != 0 && may_be_written() {
+            self.given_up.lock().push(self.state.clone());
+        }
     }
 }

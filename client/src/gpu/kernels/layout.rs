@@ -1,6 +1,7 @@
 //! What the host lays out for `include/gpunvme_device.h` and `gpunvme_array.h`, which say what each
 //! field means and assert the sizes.
 
+use std::ops::Range;
 use zerocopy::{Immutable, IntoBytes};
 
 /// Bytes of the words that submitters share (`struct state`), each of them alone in a cache line.
@@ -116,5 +117,56 @@ impl Word {
             self.0 &= !Self::CHANGED;
         }
         was
+    }
+
+    /// The words of an array's frames.
+    pub fn all_of(bytes: &[u8]) -> Vec<Word> {
+        bytes.chunks(8).map(|word| Word(u64::from_le_bytes(word.try_into().expect("eight bytes")))).collect()
+    }
+}
+
+/// What the host takes from an array to write it to the file.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// The frames whose pages were changed.
+    pub frames: Vec<usize>,
+    /// Frames whose words are to be put back. None of them is one whose write a kernel gave up: its
+    /// word may change at any time.
+    pub words: Vec<Range<usize>>,
+    /// Whether there are such frames.
+    pub is_unsettled: bool,
+}
+
+impl Changes {
+    /// Takes the changes out of the words of all frames.
+    pub fn take(words: &mut [Word]) -> Changes {
+        let (mut changes, mut settled_from) = (Changes::default(), 0);
+        for (frame, word) in words.iter_mut().enumerate() {
+            if word.is_being_written() {
+                (changes.is_unsettled, settled_from) = (true, frame + 1);
+            } else if word.take_change() {
+                changes.frames.push(frame);
+                match changes.words.last_mut() {
+                    Some(words) if words.start >= settled_from => words.end = frame + 1,
+                    _ => changes.words.push(frame..frame + 1),
+                }
+            }
+        }
+        changes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_writes_that_were_given_up_are_not_put_back() {
+        let (valid, changed, busy) = (Word::VALID, Word::VALID | Word::CHANGED, Word::BUSY | Word::CHANGED);
+        let mut words = [changed, valid, changed, busy, valid, changed, 0, busy, busy, valid].map(Word);
+        let changes = Changes::take(&mut words);
+        assert_eq!(changes, Changes { frames: vec![0, 2, 5], words: vec![0..3, 5..6], is_unsettled: true });
+        assert_eq!(words.map(|word| word.0), [valid, valid, valid, busy, valid, valid, 0, busy, busy, valid]);
+        assert_eq!(Changes::take(&mut words[4..7]), Changes::default());
     }
 }

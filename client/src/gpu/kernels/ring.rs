@@ -12,6 +12,7 @@ use crate::mount::Mount;
 use crate::ring::{Attached, Ring};
 use gpunvme_abi::ring::ring_bytes;
 use gpunvme_cuda::{Cuda, Gpu, HostRegistration, Which};
+use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,12 +63,17 @@ pub struct GpuRing {
     // In the order in which they have to end.
     _proxy: Proxy,
     _state: Own,
+    given_up: GivenUp,
     _registration: Option<HostRegistration>,
     ring: Arc<Ring>,
     _staging: Pool,
     gpu: Option<Gpu>,
     for_kernels: KernelRing,
 }
+
+/// States of arrays that were dropped before a write of theirs has ended that a kernel gave up: whoever
+/// takes its completion changes them.
+pub(super) type GivenUp = Arc<Mutex<Vec<Arc<Own>>>>;
 
 /// The slots.
 #[derive(Debug)]
@@ -101,6 +107,7 @@ impl GpuRing {
         Ok(GpuRing {
             _proxy: Proxy::new(ring.clone())?,
             _state: state,
+            given_up: GivenUp::default(),
             _registration: Some(registration),
             ring,
             _staging: Pool::Gpu { _memory: staging },
@@ -129,6 +136,7 @@ impl GpuRing {
         Ok(GpuRing {
             _proxy: Proxy::new(ring.clone())?,
             _state: state,
+            given_up: GivenUp::default(),
             _registration: None,
             ring,
             _staging: Pool::Cpu { _memory: staging },
@@ -149,6 +157,11 @@ impl GpuRing {
     /// The GPU whose kernels use it.
     pub(super) fn gpu(&self) -> Option<Gpu> {
         self.gpu
+    }
+
+    /// What its arrays leave to it.
+    pub(super) fn given_up(&self) -> GivenUp {
+        self.given_up.clone()
     }
 
     /// Bytes of a slot.

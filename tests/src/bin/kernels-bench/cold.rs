@@ -1,7 +1,6 @@
 //! Rows of a table that no memory has yet: the array beside managed memory that the file is read
 //! into, and a mapping of the file that is registered. Both files lie on loop devices, the array's
-//! on a gpunvme volume and the others' on ext4, which lies on a file of btrfs where there are
-//! several.
+//! on a gpunvme volume and the others' on ext4, or on btrfs where there are several.
 
 use crate::gather::Gather;
 use crate::reads::write_words;
@@ -64,41 +63,48 @@ pub fn measure(gpu: Gpu, quick: bool, devices: usize) {
     }
 }
 
-/// ext4 on a loop device, and what that lies on.
+/// What the others' files lie on.
 pub struct Peer {
-    // In the order in which they have to end.
-    mounted: LoopMounted,
-    _striped: Option<Striped>,
+    mounted: PeerMounted,
     _scratch: TempDir,
+}
+
+enum PeerMounted {
+    One(LoopMounted),
+    Several(Striped),
 }
 
 impl Peer {
     fn set_up(len: u64, devices: usize) -> Result<Peer, Box<dyn Error>> {
         let scratch = tempfile::tempdir()?;
-        let striped = match devices {
-            1 => None,
-            // btrfs keeps more for itself than what it gives.
-            devices => Some(Striped::set_up(scratch.path(), devices, (len + 6 * SPARE) / devices as u64)?),
+        let mounted = if devices == 1 {
+            let below = scratch.path().join("ext4");
+            write_whole(&below, len + SPARE)?;
+            PeerMounted::One(LoopMounted::set_up(&below, Kind::Ext4)?)
+        } else {
+            // btrfs keeps more for itself than ext4 does.
+            PeerMounted::Several(Striped::set_up(scratch.path(), devices, (len + 5 * SPARE) / devices as u64)?)
         };
-        let below = striped.as_ref().map_or(scratch.path(), |striped| striped.root.as_path()).join("ext4");
-        write_whole(&below, len + SPARE)?;
-        Ok(Peer { mounted: LoopMounted::set_up(&below, Kind::Ext4)?, _striped: striped, _scratch: scratch })
+        Ok(Peer { mounted, _scratch: scratch })
     }
 
     /// Where it is mounted.
     pub fn root(&self) -> &Path {
-        &self.mounted.root
+        match &self.mounted {
+            PeerMounted::One(mounted) => &mounted.root,
+            PeerMounted::Several(mounted) => &mounted.root,
+        }
     }
 }
 
-/// A gpunvme volume and ext4, each on so many loop devices with room for a file of `len` bytes.
-/// None, said aloud, where there are none.
+/// A gpunvme volume, and ext4 or btrfs, each on so many loop devices with room for a file of `len`
+/// bytes. None, said aloud, where the machine has no loop devices, or one of them cannot be made.
 pub fn volume_and_peer(len: u64, devices: usize) -> Option<(Mounted, Peer)> {
     let volume = Image::on_block_devices("kernels-bench", devices, (len + SPARE) / devices as u64)?.mount();
     match Peer::set_up(len, devices) {
         Ok(peer) => Some((volume, peer)),
         Err(error) => {
-            println!("\nno ext4 to compare with: {error}");
+            println!("\nnothing to compare with: {error}");
             None
         }
     }

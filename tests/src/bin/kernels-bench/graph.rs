@@ -73,13 +73,13 @@ pub struct Search<'a> {
     hops: u32,
     expected: Vec<u32>,
     blocks: u32,
-    /// Vertices in a row that a warp takes.
+    /// Vertices in a row that a warp takes: one, unless it is changed.
     pub run: u32,
 }
 
 impl<'a> Search<'a> {
     /// Of a graph whose vertex v has the edges from `first[v]` to `first[v + 1]`: so many hops,
-    /// which reach what `expected` has, by so many blocks whose warps take one vertex at a time.
+    /// which reach what `expected` has, by so many blocks.
     pub fn new(module: &'a Module, first: &[u64], (hops, expected): (u32, Vec<u32>), blocks: u32) -> Search<'a> {
         let gpu = module.gpu;
         let (levels, found) = (holding(gpu, expected.as_bytes()), holding(gpu, &[0; 4]));

@@ -1,7 +1,7 @@
-//! A few hops from a vertex of a graph that no memory has, as samplers of neighbours make them, and
-//! all: the array beside managed memory that all edges are read into, in turns, and beside memory of
-//! the GPU that the library reads them into where all hops are made. Both files lie on loop devices,
-//! ours on a gpunvme volume and managed memory's on ext4.
+//! A few hops from a vertex of a graph that no memory has, as samplers of neighbours make them, or
+//! all hops: the array, memory of the GPU that the library reads all edges into, and managed memory
+//! that they are read into, which is moved to the GPU at once or by the driver as kernels need it, in
+//! turns. The files lie on loop devices, ours on a gpunvme volume and managed memory's on ext4 or btrfs.
 
 use crate::cold::{forget, volume_and_peer};
 use crate::graph::Search;
@@ -10,7 +10,7 @@ use crate::row::{head, ms, row};
 use gpunvme::gpu::{GpuArraySettings, GpuRing, GpuRingSettings, Segment, Transfers};
 use gpunvme::{File, Mount, Wait};
 use gpunvme_cuda::{DeviceAllocation, Gpu};
-use gpunvme_tests::cuda::{ARRAYS, Module, managed_words, word_at};
+use gpunvme_tests::cuda::{ARRAYS, Module, managed_words, move_to, word_at};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -55,9 +55,9 @@ pub fn measure(gpu: Gpu, quick: bool, devices: usize) {
         );
         // Of a page, and one: what suits one subject need not suit the other.
         let runs = [(page as u64 / DEGREE / 4) as u32, 1];
-        let mut turns: [[Vec<Turn>; 3]; 2] = Default::default();
+        let mut turns: [[Vec<Turn>; 4]; 2] = Default::default();
         for turn in 0..if quick { 1 } else { TURNS } {
-            for (run, [by_array, by_memory, by_managed]) in runs.into_iter().zip(&mut turns) {
+            for (run, [by_array, by_memory, by_managed, by_moved]) in runs.into_iter().zip(&mut turns) {
                 search.run = run;
                 let once = |name: &str, begun: Instant, words: &[u8]| {
                     let before = begun.elapsed();
@@ -73,23 +73,28 @@ pub fn measure(gpu: Gpu, quick: bool, devices: usize) {
                 let array = ring.array(&File::open(&ours).unwrap(), settings).unwrap();
                 by_array.push(once("search_array", begun, array.for_kernels().as_bytes()));
                 drop((array, ring));
-                if part == 1 {
-                    forget(&ours);
-                    let begun = Instant::now();
-                    let memory = read(gpu, &mount, &ours, len);
-                    by_memory.push(once("search_pointer", begun, memory.address().as_bytes()));
-                }
-                forget(&theirs);
+                forget(&ours);
                 let begun = Instant::now();
-                let managed = managed_words(gpu, &theirs);
-                by_managed.push(once("search_pointer", begun, managed.address().as_bytes()));
+                let memory = read(gpu, &mount, &ours, len);
+                by_memory.push(once("search_pointer", begun, memory.address().as_bytes()));
+                drop(memory);
+                for (is_moved, turns) in [(false, &mut *by_managed), (true, &mut *by_moved)] {
+                    forget(&theirs);
+                    let begun = Instant::now();
+                    let managed = managed_words(gpu, &theirs);
+                    if is_moved {
+                        move_to(gpu, &managed, len);
+                    }
+                    turns.push(once("search_pointer", begun, managed.address().as_bytes()));
+                }
             }
         }
-        for (run, [by_array, by_memory, by_managed]) in runs.into_iter().zip(turns) {
+        for (run, [by_array, by_memory, by_managed, by_moved]) in runs.into_iter().zip(turns) {
             let room = if part == 1 { "all have room" } else { "a sixteenth has room" };
             show(&format!("array, pages of {} KiB, {room}; {run}", page >> 10), by_array);
             show(&format!("memory of the GPU, read by the library; {run}"), by_memory);
             show(&format!("managed memory, the file read into it; {run}"), by_managed);
+            show(&format!("the same, moved to the GPU at once; {run}"), by_moved);
         }
     }
 }

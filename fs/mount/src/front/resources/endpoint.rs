@@ -25,8 +25,8 @@ use gpunvme_engine::data::Filesystem;
 
 /// Number of threads that serve rings at the most, beside so many loops: a quarter of the loops or
 /// of the device's queues. Each is busy as long as there is work, and has a queue of the device to
-/// itself, and for some devices a thread of the kernel. Four of them give the device more to do
-/// than it can.
+/// itself, and for some devices threads of the kernel. Four of them give the device more to do than
+/// it can.
 pub fn serving_threads(loops: usize, device: &Geometry) -> usize {
     (loops.min(device.max_queues as usize) / 4).clamp(1, 4)
 }
