@@ -330,7 +330,7 @@ template <class T> class array {
 			int failed = 0;
 			if (made.what == detail::to_write) {
 				if (count > 0 || written == ways) {
-					/* What was begun comes first; others may have taken all that was freed. */
+					/* Others may take all that is freed. */
 					end_use(made.frame, detail::valid - detail::busy, group);
 					break;
 				}

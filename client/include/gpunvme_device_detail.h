@@ -363,9 +363,9 @@ GPUNVME_FN void sleep_after(u64 waited, u32 most)
 
 /*
  * The same as pause, in a thread that has waited so many nanoseconds for what comes to it alone.
- * Thousands of warps that look for the same words again and again keep others from them: they sleep up
- * to 10 us. On a CPU, threads that yield to one another may keep the daemon from its processor: after
- * 20 ms they sleep.
+ * Thousands of warps that look for the same words again and again keep others from them: they sleep
+ * up to 10 us. On a CPU, threads that yield to one another may keep the daemon from its processor:
+ * after 20 ms they sleep.
  */
 GPUNVME_FN void pause_after(u64 waited)
 {
@@ -381,8 +381,8 @@ GPUNVME_FN void pause_after(u64 waited)
 }
 
 /*
- * The same, in a thread that waits for what others may take before it: who sleeps while others do not
- * gets nothing.
+ * The same, in a thread that waits for what others may take before it: who sleeps while others do
+ * not gets nothing.
  */
 GPUNVME_FN void pause_among_others(u64 waited)
 {

@@ -65,7 +65,8 @@ impl Members {
     }
 }
 
-/// How many threads of the kernel a busy queue may have, where other queues of the stripe have so many.
+/// How many threads of the kernel a busy queue may have, where other queues of the stripe have so
+/// many.
 pub(super) fn threads_beside(others: usize) -> usize {
     let processors = thread::available_parallelism().map_or(1, NonZero::get);
     (processors / PROCESSORS_OF_A_THREAD).saturating_sub(others).max(1)
@@ -120,7 +121,8 @@ struct Pending {
 type Covers = SmallVec<[(usize, u64); 1]>;
 
 impl StripeQueue {
-    /// With queues of all members; busy ones, if so many threads of the kernel are to submit for them.
+    /// With queues of all members; busy ones, if so many threads of the kernel are to submit for
+    /// them.
     pub(super) fn open(shared: Arc<Shared>, threads: Option<usize>) -> Result<StripeQueue> {
         let queues = open_all(shared.members.iter(), threads, &[])?;
         let event = Event::new().map_err(|errno| Error::System {
@@ -298,7 +300,8 @@ mod tests {
     use super::*;
     use crate::{Geometry, Region};
 
-    /// Of each queue in the order in which they were opened: itself, and the queue whose thread it shares.
+    /// Of each queue in the order in which they were opened: itself, and the queue whose thread it
+    /// shares.
     type Opened = Arc<Mutex<Vec<(RawFd, RawFd)>>>;
 
     /// A device whose busy queues have a thread of the kernel of their own, or share one.

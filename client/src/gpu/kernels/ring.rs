@@ -71,8 +71,8 @@ pub struct GpuRing {
     for_kernels: KernelRing,
 }
 
-/// States of arrays that were dropped before a write of theirs has ended that a kernel gave up: whoever
-/// takes its completion changes them.
+/// States of arrays that were dropped before a write of theirs has ended that a kernel gave up:
+/// whoever takes its completion changes them.
 pub(super) type GivenUp = Arc<Mutex<Vec<Arc<Own>>>>;
 
 /// The slots.

@@ -19,8 +19,8 @@ const TICK: Duration = Duration::from_millis(200);
 /// Operations at a time that finish what earlier mounts left: as many small files without a name,
 /// or parts of a large one.
 const FINISH: usize = 64;
-/// How long it goes on with them before it looks at the rest again: what is written and committed by
-/// time waits for them.
+/// How long it goes on with them before it looks at the rest again: what is written and committed
+/// by time waits for them.
 const FINISH_TIME: Duration = Duration::from_millis(100);
 
 /// The thread that keeps house. Dropping it ends the thread.

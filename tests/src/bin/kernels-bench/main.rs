@@ -24,8 +24,8 @@ struct Arguments {
     /// The GPU, by its number or UUID.
     #[arg(long, default_value = "0")]
     gpu: Which,
-    /// Reads, and what is in no memory (cold, near), are of so many loop devices: a volume of all of
-    /// them, beside btrfs over as many, for which it needs mkfs.btrfs, or ext4 on one.
+    /// Reads, and what is in no memory (cold, near), are of so many loop devices: a volume of all
+    /// of them, beside btrfs over as many, for which it needs mkfs.btrfs, or ext4 on one.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     devices: u8,
     /// A look at whether it works, not at how fast.

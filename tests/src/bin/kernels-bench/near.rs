@@ -1,7 +1,8 @@
 //! A few hops from a vertex of a graph that no memory has, as samplers of neighbours make them, or
 //! all hops: the array, memory of the GPU that the library reads all edges into, and managed memory
-//! that they are read into, which is moved to the GPU at once or by the driver as kernels need it, in
-//! turns. The files lie on loop devices, ours on a gpunvme volume and managed memory's on ext4 or btrfs.
+//! that they are read into, which is moved to the GPU at once or by the driver as kernels need it,
+//! in turns. The files lie on loop devices, ours on a gpunvme volume and managed memory's on ext4
+//! or btrfs.
 
 use crate::cold::{forget, volume_and_peer};
 use crate::graph::Search;
