@@ -301,6 +301,48 @@ fn an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data()
 }
 
 #[test]
+fn an_unmount_of_a_block_device_whose_daemon_dies_meanwhile_tells_of_what_was_lost() {
+    needs_mount!();
+    let test = "an_unmount_of_a_block_device_whose_daemon_dies_meanwhile_tells_of_what_was_lost";
+    let Some(image) = Image::on_block_device(test, 256 << 20) else { return };
+    let volume = image.mount();
+    fs::write(volume.path("file"), b"never synced").unwrap();
+    rustix::process::kill_process(volume.daemon(), Signal::STOP).unwrap();
+    let said = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_secs(1));
+            rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+            rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+        });
+        unmount_by_helper(volume.image())
+    });
+    assert_eq!(said.status.code(), Some(32), "{}", text(&said));
+    assert!(text(&said).contains("the volume could not be written down: what was not synced before is lost"), "{}", text(&said));
+    volume.abandon();
+}
+
+#[test]
+fn an_unmount_that_cuts_off_a_block_device_is_told_as_it_ended() {
+    needs_mount!();
+    let test = "an_unmount_that_cuts_off_a_block_device_is_told_as_it_ended";
+    let Some(mut image) = Image::on_block_device(test, 256 << 20) else { return };
+    // Who takes the mount away, the daemon or umount(2), differs from time to time.
+    for _ in 0..8 {
+        let volume = image.mount();
+        let file = File::create(volume.path("file")).unwrap();
+        let mut user = Command::new("sleep").arg("1000").stdin(file).spawn().unwrap();
+        let begun = Instant::now();
+        let said = text(&unmount_with(&["-f"], &volume.root()));
+        let (took, stays) = (begun.elapsed(), is_mounted(&volume.root()));
+        user.kill().unwrap();
+        user.wait().unwrap();
+        assert_eq!(said, "exit status: 0: ");
+        assert!(!stays && took < Duration::from_secs(8), "{took:?}");
+        image = volume.unmount();
+    }
+}
+
+#[test]
 fn an_unmount_that_cuts_off_says_where_it_does_no_more() {
     needs_mount!();
     let mut volume = Mounted::new();

@@ -68,6 +68,35 @@ umount "$d" 2>/dev/null; echo $?; table; kill $!
 }
 
 #[test]
+fn a_mount_takes_away_entries_that_were_left_and_no_other() {
+    needs_mount!();
+    let script = r#"
+"$program" "$image" "$d"; settled "$d"
+# Longer than the program that wrote it looks after it.
+sleep 1.5
+daemon=$(fuser "$image" 2>/dev/null)
+kill -TERM $daemon; while kill -0 $daemon 2>/dev/null; do sleep 0.02; done; table
+mkdir "$work/f" && mount -t tmpfs x "$work/f"
+cat >>/run/mount/utab <<END
+SRC=$image TARGET=/elsewhere ROOT=/ OPTS=x-gpunvme
+SRC=/other TARGET=/gone ROOT=/ OPTS=x-gpunvme
+SRC=/other TARGET=/gone ROOT=/ ATTRS=x OPTS=x-gpunvme
+SRC=/other TARGET=/gone ROOT=/ OPTS=x-other
+SRC=/other TARGET=$work/f ROOT=/ OPTS=x-gpunvme
+END
+"$program" "$image" "$e"; settled "$e"; umount "$e"
+"#;
+    let Some(said) = says("a_mount_takes_away_entries_that_were_left_and_no_other", script) else { return };
+    let kept = "SRC=image TARGET=/elsewhere ROOT=/ OPTS=x-gpunvme\n\
+                SRC=/other TARGET=/gone ROOT=/ ATTRS=x OPTS=x-gpunvme\n\
+                SRC=/other TARGET=/gone ROOT=/ OPTS=x-other\n\
+                SRC=/other TARGET=f ROOT=/ OPTS=x-gpunvme\n\
+                SRC=image TARGET=e ROOT=/ OPTS=x-gpunvme\n";
+    // The daemon of the image lives: its first entry may be one of another namespace.
+    assert_eq!(said, OURS.repeat(3) + kept);
+}
+
+#[test]
 fn an_entry_keeps_no_option_of_mount_and_no_other_entry_away() {
     needs_mount!();
     let script = r#"
@@ -81,13 +110,13 @@ mount -t tmpfs -o x-lower tmpfs "$d"
 "$program" "$image" "$d"; table; umount "$d"; table
 "$program" "$image" "$d"; /usr/sbin/umount.fuse.gpunvme "$d"; table; umount "$d"; table
 # Of the same directory in another namespace, and of others.
-printf 'SRC=a TARGET=%s ROOT=/ OPTS=x-other\nSRC=b TARGET=%s/b ROOT=/ OPTS=x-gpunvme\nbroken' "$d" "$d" >/run/mount/utab
+printf 'SRC=a TARGET=%s ROOT=/ OPTS=x-other\nSRC=b TARGET=%s/b ROOT=/ OPTS=x-gpunvme,x-b\nbroken' "$d" "$d" >/run/mount/utab
 "$program" "$image" "$d"; /usr/sbin/umount.fuse.gpunvme "$d"; table
 "#;
     let Some(said) = says("an_entry_keeps_no_option_of_mount_and_no_other_entry_away", script) else { return };
     let netdev = "SRC=image TARGET=mnt ROOT=/ OPTS=_netdev,x-foo\n";
     let lower = "SRC=tmpfs TARGET=mnt ROOT=/ OPTS=x-lower\n";
-    let others = "SRC=a TARGET=mnt ROOT=/ OPTS=x-other\nSRC=b TARGET=mnt/b ROOT=/ OPTS=x-gpunvme\nbroken\n";
+    let others = "SRC=a TARGET=mnt ROOT=/ OPTS=x-other\nSRC=b TARGET=mnt/b ROOT=/ OPTS=x-gpunvme,x-b\nbroken\n";
     let expected = [netdev, netdev, "none\n", netdev, "none\n", lower, OURS, lower, lower, "none\n", others];
     assert_eq!(said, expected.concat());
 }

@@ -8,9 +8,10 @@
 //! daemon writes its last word into it, before it lets go of the device, and removes it. A file
 //! without a lock is that of a daemon that was killed, perhaps of another mount: it tells nothing.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -88,6 +89,19 @@ impl Awaited {
             _ => None,
         }
     }
+}
+
+/// The sources of the mounts whose daemons live, and have their last word still to say.
+pub fn speakers() -> Vec<OsString> {
+    let Some(files) = run_folder::existing().ok().and_then(|folder| fs::read_dir(folder).ok()) else { return Vec::new() };
+    let is_word = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "last-word");
+    let source = |path: PathBuf| {
+        let said = fs::read(&path).ok()?;
+        let source = said.split(|byte| *byte == 0).next().map(|source| OsStr::from_bytes(source).to_owned())?;
+        let awaited = open(&path, &beginning(&source)).ok()??;
+        awaited.has_speaker().then_some(source)
+    };
+    files.filter_map(|file| Some(file.ok()?.path())).filter(is_word).filter_map(source).collect()
 }
 
 fn path(folder: &Path, dev: u64) -> PathBuf {

@@ -95,6 +95,8 @@ impl Arguments {
         let by_helper = self.namespace.is_none();
         let detach = || release(place, flags, by_helper);
         let why_not = |error: ReleaseError| self.failed(&error.of(mount, self.force));
+        // Before anything is asked: a daemon that dies meanwhile leaves its file without a word.
+        let last_word = Awaited::of(mount.dev, mount.source.as_os_str());
         // umount(2) of such a mount waits for its daemon, unless the mount is in use. A question
         // without an answer keeps it in use: so it is asked before `-l` too.
         let limit = if self.lazy { GLANCE_LIMIT } else { WORD_LIMIT };
@@ -110,11 +112,11 @@ impl Arguments {
         let ask = |question: Question, limit| {
             if by_helper { question.ask(mount, limit) } else { Some(Found::Unknown(ELSEWHERE.to_owned())) }
         };
-        let last_word = Awaited::of(mount.dev, mount.source.as_os_str());
         let may_lose = last_word.is_some() || may_lose(mount, self.force, &ask).ok_or_else(|| self.failed(&SILENT))?;
         if let Err(error) = detach() {
-            let is_cut_off = self.force && error.errno() == Errno::BUSY;
-            // A daemon that was cut off takes its mount away in the end.
+            // A daemon that was cut off takes its mount away in the end, or did before umount(2)
+            // could.
+            let is_cut_off = self.force && matches!(error.errno(), Errno::BUSY | Errno::INVAL);
             if let Some(word) = last_word.as_ref().filter(|_| is_cut_off) {
                 word.wait(WORD_LIMIT);
             }
@@ -133,8 +135,10 @@ impl Arguments {
         let is_clean = match &last_word {
             Some(word) if word.has_speaker() => Err(STILL_BUSY.to_owned()),
             word => {
-                // Having the device, if only for a moment, means that its daemon is done.
-                let released = ask(Question::IsReleased, ANSWER_LIMIT);
+                // Having the device, if only for a moment, means that its daemon is done. What is
+                // open where it was cut off keeps the device.
+                let limit = if self.force && word.as_ref().is_some_and(is_said) { GLANCE_LIMIT } else { ANSWER_LIMIT };
+                let released = ask(Question::IsReleased, limit);
                 match word.as_ref().and_then(Awaited::is_clean) {
                     Some(is_clean) => Ok(is_clean),
                     None if may_lose => look(mount, released, &ask),

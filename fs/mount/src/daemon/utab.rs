@@ -10,6 +10,7 @@
 //! (`--internal-only --fake`): they wait without a limit for that lock, which any user may hold.
 //! After a helper that has succeeded umount(8) removes the last entry of the directory itself.
 
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -20,7 +21,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 use rustix::process::{Pid, PidfdFlags, geteuid, getppid, pidfd_open};
 
-use super::background;
+use super::{background, last_word};
 use gpunvme_programs::mounts::{Mount, escape};
 
 const FOLDER: &str = "/run/mount";
@@ -66,17 +67,34 @@ pub fn is_called_by(name: &str) -> bool {
 }
 
 /// Gives a mount an entry, unless it has one. It comes behind those of other mounts on the same
-/// directory: umount(8) removes the last.
+/// directory: umount(8) removes the last. Entries go that were left by mounts which ended otherwise
+/// than by umount(8): with their daemon, or by umount(2).
 pub fn note(mount: &Mount) {
     let [source, dir] = [mount.source.as_os_str(), mount.dir.as_os_str()].map(escape);
     let (source, target) = ([b"SRC=", &source[..]].concat(), [b"TARGET=", &dir[..]].concat());
     let line = [&source[..], b" ", &target, b" ROOT=/ ", OPTS, b"\n"].concat();
-    change(|table| match lines(table).any(|line| has(line, &source) && has(line, &target)) {
-        true => table.to_vec(),
-        false if table.ends_with(b"\n") || table.is_empty() => [table, &line].concat(),
-        false => [table, b"\n", &line].concat(),
+    change(|table| {
+        let mut table = without_left(table);
+        if !lines(&table).any(|line| has(line, &source) && has(line, &target)) {
+            if !table.ends_with(b"\n") && !table.is_empty() {
+                table.push(b'\n');
+            }
+            table.extend_from_slice(&line);
+        }
+        table
     });
     remove_if_gone(mount);
+}
+
+/// The table without entries of ours whose mount is not here, and whose daemon is gone: it may be
+/// mounted in another namespace.
+fn without_left(table: &[u8]) -> Vec<u8> {
+    let Ok(mounts) = Mount::all() else { return table.to_vec() };
+    let words = |key: &[u8], value: &OsStr| [key, &escape(value)[..]].concat();
+    let targets: Vec<_> = mounts.iter().map(|mount| words(b"TARGET=", mount.dir.as_os_str())).collect();
+    let sources: Vec<_> = last_word::speakers().iter().map(|source| words(b"SRC=", source)).collect();
+    let is_left = |line: &[u8]| is_ours(line) && !targets.iter().chain(&sources).any(|word| has(line, word));
+    lines(table).filter(|line| !is_left(line)).collect::<Vec<_>>().concat()
 }
 
 /// Who unmounted it, and looked for an entry before there was one, removed none.
@@ -100,7 +118,7 @@ pub fn remove_before_umount(dir: &Path) {
 /// Removes it unless `is_kept` says otherwise, by the number of others' entries for the directory.
 fn remove_unless(dir: &Path, is_kept: impl Fn(usize) -> bool) {
     let target = [b"TARGET=", &escape(dir.as_os_str())[..]].concat();
-    let is_ours = |line: &[u8]| has(line, OPTS) && has(line, &target) && !words(line).any(|word| word.starts_with(b"ATTRS="));
+    let is_ours = |line: &[u8]| is_ours(line) && has(line, &target);
     change(|table| match is_kept(lines(table).filter(|line| has(line, &target) && !is_ours(line)).count()) {
         true => table.to_vec(),
         false => lines(table).filter(|line| !is_ours(line)).collect::<Vec<_>>().concat(),
@@ -113,6 +131,11 @@ fn lines(table: &[u8]) -> impl Iterator<Item = &[u8]> {
 
 fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
     line.split(|byte| b" \n".contains(byte))
+}
+
+/// Whether nobody has added to an entry of ours.
+fn is_ours(line: &[u8]) -> bool {
+    has(line, OPTS) && !words(line).any(|word| word.starts_with(b"ATTRS="))
 }
 
 fn has(line: &[u8], word: &[u8]) -> bool {
