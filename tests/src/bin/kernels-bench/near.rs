@@ -13,7 +13,7 @@ use gpunvme::{File, Mount, Wait};
 use gpunvme_cuda::{DeviceAllocation, Gpu};
 use gpunvme_tests::cuda::{ARRAYS, Module, managed_words, move_to, word_at};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -39,8 +39,8 @@ pub fn measure(gpu: Gpu, quick: bool, devices: usize) {
         write_each(path, len, neighbour);
         fs::File::open(path).unwrap().sync_all().unwrap();
     }
+    let site = Site { gpu, mount: Mount::open(volume.root()).unwrap(), ours, theirs, len };
     let module = Module::new(gpu, ARRAYS);
-    let mount = Mount::open(volume.root()).unwrap();
     let first: Vec<u64> = (0..=vertices).map(|vertex| vertex * DEGREE).collect();
     for (hops, part, page) in SEARCHES {
         let expected = levels(vertices, hops, neighbour);
@@ -54,49 +54,69 @@ pub fn measure(gpu: Gpu, quick: bool, devices: usize) {
             ),
             &["edges; vertices that a warp takes", "until it can begin", "the search", "together"],
         );
+        let room = if part == 1 { "all have room" } else { "a sixteenth has room" };
+        let names = [
+            &format!("array, pages of {} KiB, {room}", page >> 10),
+            "memory of the GPU, read by the library",
+            "managed memory, the file read into it",
+            "the same, moved to the GPU at once",
+        ];
         // Of a page, and one: what suits one subject need not suit the other.
         let runs = [(page as u64 / DEGREE / 4) as u32, 1];
         let mut turns: [[Vec<Turn>; 4]; 2] = Default::default();
-        for turn in 0..if quick { 1 } else { TURNS } {
-            for (run, [by_array, by_memory, by_managed, by_moved]) in runs.into_iter().zip(&mut turns) {
+        for _ in 0..if quick { 1 } else { TURNS } {
+            for (run, turns) in runs.into_iter().zip(&mut turns) {
                 search.run = run;
-                let once = |name: &str, begun: Instant, words: &[u8]| {
-                    let before = begun.elapsed();
-                    if turn == 0 {
-                        search.load(name, words);
-                    }
-                    Turn { before, took: search.run(name, words) }
-                };
-                forget(&ours);
-                let begun = Instant::now();
-                let ring = GpuRing::on_gpu(&mount, gpu.index(), GpuRingSettings::default()).unwrap();
-                let settings = GpuArraySettings { cache: (len / part) as usize, page, ..GpuArraySettings::default() };
-                let array = ring.array(&File::open(&ours).unwrap(), settings).unwrap();
-                by_array.push(once("search_array", begun, array.for_kernels().as_bytes()));
-                drop((array, ring));
-                forget(&ours);
-                let begun = Instant::now();
-                let memory = read(gpu, &mount, &ours, len);
-                by_memory.push(once("search_pointer", begun, memory.address().as_bytes()));
-                drop(memory);
-                for (is_moved, turns) in [(false, &mut *by_managed), (true, &mut *by_moved)] {
-                    forget(&theirs);
-                    let begun = Instant::now();
-                    let managed = managed_words(gpu, &theirs);
-                    if is_moved {
-                        move_to(gpu, &managed, len);
-                    }
-                    turns.push(once("search_pointer", begun, managed.address().as_bytes()));
-                }
+                turns[0].push(site.by_array(&search, len / part, page));
+                turns[1].push(site.by_memory(&search));
+                turns[2].push(site.by_managed(&search, false));
+                turns[3].push(site.by_managed(&search, true));
             }
         }
-        for (run, [by_array, by_memory, by_managed, by_moved]) in runs.into_iter().zip(turns) {
-            let room = if part == 1 { "all have room" } else { "a sixteenth has room" };
-            show(&format!("array, pages of {} KiB, {room}; {run}", page >> 10), by_array);
-            show(&format!("memory of the GPU, read by the library; {run}"), by_memory);
-            show(&format!("managed memory, the file read into it; {run}"), by_managed);
-            show(&format!("the same, moved to the GPU at once; {run}"), by_moved);
+        for (run, turns) in runs.into_iter().zip(turns) {
+            names.iter().zip(turns).for_each(|(name, turns)| show(&format!("{name}; {run}"), turns));
         }
+    }
+}
+
+/// Where the edges are: two files of `len` bytes.
+struct Site {
+    gpu: Gpu,
+    mount: Mount,
+    /// On the mount.
+    ours: PathBuf,
+    theirs: PathBuf,
+    len: u64,
+}
+
+impl Site {
+    /// By an array with so much room, and pages of so many bytes.
+    fn by_array(&self, search: &Search, room: u64, page: usize) -> Turn {
+        forget(&self.ours);
+        let begun = Instant::now();
+        let ring = GpuRing::on_gpu(&self.mount, self.gpu.index(), GpuRingSettings::default()).unwrap();
+        let settings = GpuArraySettings { cache: room as usize, page, ..GpuArraySettings::default() };
+        let array = ring.array(&File::open(&self.ours).unwrap(), settings).unwrap();
+        Turn::of(search, "search_array", begun, array.for_kernels().as_bytes())
+    }
+
+    /// By memory of the GPU that the library reads the file into.
+    fn by_memory(&self, search: &Search) -> Turn {
+        forget(&self.ours);
+        let begun = Instant::now();
+        let memory = read(self.gpu, &self.mount, &self.ours, self.len);
+        Turn::of(search, "search_pointer", begun, memory.address().as_bytes())
+    }
+
+    /// By managed memory that the file is read into.
+    fn by_managed(&self, search: &Search, is_moved: bool) -> Turn {
+        forget(&self.theirs);
+        let begun = Instant::now();
+        let managed = managed_words(self.gpu, &self.theirs);
+        if is_moved {
+            move_to(self.gpu, &managed, self.len);
+        }
+        Turn::of(search, "search_pointer", begun, managed.address().as_bytes())
     }
 }
 
@@ -125,12 +145,20 @@ struct Turn {
     took: Duration,
 }
 
-/// A row of the turn in the middle, if there were turns.
+impl Turn {
+    /// Of a search that could begin now, and has been prepared since `begun`.
+    fn of(search: &Search, name: &str, begun: Instant, words: &[u8]) -> Turn {
+        let before = begun.elapsed();
+        search.load(name, words);
+        Turn { before, took: search.run(name, words) }
+    }
+}
+
+/// A row of the turn in the middle.
 fn show(name: &str, mut turns: Vec<Turn>) {
     turns.sort_by_key(|turn| turn.before + turn.took);
-    if let Some(Turn { before, took }) = turns.get(turns.len() / 2) {
-        row(name, &[ms(*before), ms(*took), ms(*before + *took)]);
-    }
+    let Turn { before, took } = turns[turns.len() / 2];
+    row(name, &[ms(before), ms(took), ms(before + took)]);
 }
 
 /// The level of each vertex up to so many hops from vertex 0, by the processors.
