@@ -354,6 +354,8 @@ template <class T> class array {
 				break; /* those that were begun come first */
 			if (failed != 0 && *status == wanted && page == next)
 				*status = failed;
+			if (failed == timed_out)
+				break; /* the next would wait as long */
 			open = open && page != next;
 		}
 		u64 start = detail::now(); /* one patience for all of them */

@@ -408,10 +408,17 @@ GPUNVME_FN u64 now()
 	return time;
 }
 
-/* The same as pause_after, in a thread that has waited since then. */
+/*
+ * The same, in a thread that has waited since then for a frame of an array: others may take it, and
+ * the daemon may have to fill it.
+ */
 GPUNVME_FN void pause_since(u64 start)
 {
+#ifdef __CUDA_ARCH__
+	pause_among_others(now() - start);
+#else
 	pause_after(now() - start);
+#endif
 }
 
 /* Sixteen bytes; of a slot they are never an older copy in a cache of the GPU. */

@@ -95,8 +95,9 @@ impl StripeDevice {
 
     fn queue(&self, is_busy: bool) -> Result<Box<dyn Queue>> {
         let _joining = self.joining.read_recursive();
-        let threads =
-            is_busy.then(|| queue::threads_beside(self.users.lock().queues().iter().map(|queue| queue.threads()).sum()));
+        let others = self.users.lock().queues();
+        let threads = is_busy.then(|| queue::threads_beside(others.iter().map(|queue| queue.threads()).sum()));
+        drop(others);
         let queue = StripeQueue::open(self.shared.clone(), threads)?;
         let mut users = self.users.lock();
         users.queues.retain(|queue| queue.strong_count() > 0);

@@ -40,7 +40,7 @@ pub(super) struct StripeQueue {
 /// A queue of each member, by their numbers.
 pub(super) struct Members {
     queues: Growing<Box<dyn Queue>>,
-    /// Threads of the kernel that submit for them, if they are busy.
+    /// Threads of the kernel that submit for them at the most, if they are busy.
     threads: Option<usize>,
     /// Signalled by [`Queue::wake`], for requests that are over without any member, and when there
     /// are more members.
@@ -53,9 +53,9 @@ impl Members {
         open_all(members.iter(), self.threads, &self.queues.iter().map(|queue| &**queue).collect::<Vec<_>>())
     }
 
-    /// How many threads of the kernel submit for them at the most.
+    /// How many threads of the kernel submit for them.
     pub fn threads(&self) -> usize {
-        self.threads.unwrap_or(0)
+        self.threads.map_or(0, |most| most.min(self.queues.iter().count().div_ceil(MEMBERS_OF_A_THREAD)))
     }
 
     /// Has the queues of further members, from now on. Who waits looks at them, too.
@@ -68,7 +68,10 @@ impl Members {
 /// How many threads of the kernel a busy queue may have, where other queues of the stripe have so
 /// many.
 pub(super) fn threads_beside(others: usize) -> usize {
-    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    threads_of(thread::available_parallelism().map_or(1, NonZero::get), others)
+}
+
+fn threads_of(processors: usize, others: usize) -> usize {
     (processors / PROCESSORS_OF_A_THREAD).saturating_sub(others).max(1)
 }
 
@@ -381,6 +384,24 @@ mod tests {
         let opened = opened.lock();
         let number = |queue| opened.iter().position(|(own, _)| *own == queue).expect("it was opened");
         opened.iter().map(|(_, shares)| number(*shares)).collect()
+    }
+
+    #[test]
+    fn queues_of_a_stripe_take_as_many_threads_of_the_kernel_as_there_are_processors_for() {
+        let queues = |processors, count: usize| {
+            let mut used = Vec::new();
+            for _ in 0..count {
+                let threads = Some(threads_of(processors, used.iter().sum()));
+                let queues = open_all(members(8, &Opened::default()).iter(), threads, &[]).expect("they open");
+                let event = Event::new().expect("an eventfd");
+                used.push(Members { queues: queues.into_iter().collect(), threads, event }.threads());
+            }
+            used
+        };
+        assert_eq!(queues(8, 3), [1, 1, 1]);
+        assert_eq!(queues(16, 4), [2, 1, 1, 1]);
+        assert_eq!(queues(32, 3), [2, 2, 1]);
+        assert_eq!(queues(128, 4), [2, 2, 2, 2]);
     }
 
     #[test]

@@ -10,7 +10,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -23,6 +23,8 @@ use crate::run_folder::{self, RunFolderError};
 
 const CLEAN: &[u8] = b"clean\n";
 const LOST: &[u8] = b"lost\n";
+/// More bytes than any source of a mount has (mount(2): a page).
+const LONGEST_SOURCE: u64 = 1 << 16;
 /// Time between two looks at whether it was said.
 const POLL: Duration = Duration::from_millis(5);
 
@@ -96,7 +98,8 @@ pub fn speakers() -> Vec<OsString> {
     let Some(files) = run_folder::existing().ok().and_then(|folder| fs::read_dir(folder).ok()) else { return Vec::new() };
     let is_word = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "last-word");
     let source = |path: PathBuf| {
-        let said = fs::read(&path).ok()?;
+        let mut said = Vec::new();
+        opened(&path).ok()?.take(LONGEST_SOURCE).read_to_end(&mut said).ok()?;
         let source = said.split(|byte| *byte == 0).next().map(|source| OsStr::from_bytes(source).to_owned())?;
         let awaited = open(&path, &beginning(&source)).ok()??;
         awaited.has_speaker().then_some(source)
@@ -131,9 +134,13 @@ fn make(path: PathBuf, beginning: &[u8]) -> io::Result<(PathBuf, File)> {
     Ok((path, file))
 }
 
+fn opened(path: &Path) -> io::Result<File> {
+    File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
+}
+
 /// A file of that beginning, in which nothing is said yet.
 fn open(path: &Path, beginning: &[u8]) -> io::Result<Option<Awaited>> {
-    let file = File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    let file = opened(path)?;
     let status = file.metadata()?;
     if !status.is_file() || status.len() != beginning.len() as u64 {
         return Ok(None);

@@ -126,7 +126,8 @@ impl Arguments {
             }
         }
         let is_said = |word: &Awaited| word.is_clean().is_some();
-        if !self.force && stays(others) && !last_word.as_ref().is_some_and(is_said) {
+        let has_died = |word: &Awaited| !word.has_speaker() && !is_said(word);
+        if !self.force && stays(others) && !last_word.as_ref().is_some_and(|word| is_said(word) || has_died(word)) {
             return Ok(());
         }
         if let Some(word) = &last_word {
@@ -135,9 +136,10 @@ impl Arguments {
         let is_clean = match &last_word {
             Some(word) if word.has_speaker() => Err(STILL_BUSY.to_owned()),
             word => {
-                // Having the device, if only for a moment, means that its daemon is done. What is
-                // open where it was cut off keeps the device.
-                let limit = if self.force && word.as_ref().is_some_and(is_said) { GLANCE_LIMIT } else { ANSWER_LIMIT };
+                // Having the device, if only for a moment, means that its daemon is done. A mount
+                // that claimed it has it for as long as something is open there.
+                let may_stay = self.force && mount.claims_its_device() && word.as_ref().is_some_and(is_said);
+                let limit = if may_stay { GLANCE_LIMIT } else { ANSWER_LIMIT };
                 let released = ask(Question::IsReleased, limit);
                 match word.as_ref().and_then(Awaited::is_clean) {
                     Some(is_clean) => Ok(is_clean),

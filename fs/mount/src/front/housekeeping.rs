@@ -19,8 +19,8 @@ const TICK: Duration = Duration::from_millis(200);
 /// Operations at a time that finish what earlier mounts left: as many small files without a name,
 /// or parts of a large one.
 const FINISH: usize = 64;
-/// How long it goes on with them before it looks at the rest again: what is written and committed
-/// by time waits for them.
+/// About how long it goes on with them before it looks at the rest again: what is written and
+/// committed by time waits for them.
 const FINISH_TIME: Duration = Duration::from_millis(100);
 
 /// The thread that keeps house. Dropping it ends the thread.
@@ -105,8 +105,7 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
         }
         let until = Instant::now() + FINISH_TIME;
         while !finished && Instant::now() < until && !*ending.lock() {
-            // One that cannot be finished is not tried again, and keeps no other from its turn, the
-            // next time.
+            // One that cannot be finished is not tried again; the others are the next time.
             let Ok(are_all) = fs.finish_orphans(FINISH) else { break };
             finished = are_all;
             if finished {
