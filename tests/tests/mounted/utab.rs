@@ -74,8 +74,14 @@ fn a_mount_takes_away_entries_that_were_left_and_no_other() {
 "$program" "$image" "$d"; settled "$d"
 # Longer than the program that wrote it looks after it.
 sleep 1.5
-daemon=$(fuser "$image" 2>/dev/null)
-kill -TERM $daemon; while kill -0 $daemon 2>/dev/null; do sleep 0.02; done; table
+daemon() {
+    for process in /proc/[0-9]*; do
+        if [ "$(readlink $process/exe)" = "$(readlink -f "$program")" ] && grep -q "$image" $process/cmdline; then
+            echo ${process#/proc/}
+        fi
+    done 2>/dev/null
+}
+kill -TERM $(daemon); while [ "$(daemon)" ]; do sleep 0.02; done; table
 mkdir "$work/f" && mount -t tmpfs x "$work/f"
 cat >>/run/mount/utab <<END
 SRC=$image TARGET=/elsewhere ROOT=/ OPTS=x-gpunvme
