@@ -315,13 +315,15 @@ struct Reading<L> {
 impl<L: Listing> Reading<L> {
     /// As `fill`, waiting for the device.
     fn fill_waiting(&mut self) -> Result<(), FsError> {
-        let mut preloaded = None;
+        // All of them, until the listing is full: what one brings into a small cache, the next would
+        // drop.
+        let mut preloaded = Vec::new();
         loop {
             match self.fill() {
                 Ok(()) => return Ok(()),
                 Err(Fail::Error(error)) => return Err(error),
                 // What is not in memory is all that it can need.
-                Err(Fail::Stall(_)) => drop(preloaded.replace(self.front.fs.preload_dir(self.dir, self.cookie, PRELOAD)?)),
+                Err(Fail::Stall(_)) => preloaded.push(self.front.fs.preload_dir(self.dir, self.cookie, PRELOAD)?),
             }
         }
     }
