@@ -315,8 +315,8 @@ struct Reading<L> {
 impl<L: Listing> Reading<L> {
     /// As `fill`, waiting for the device.
     fn fill_waiting(&mut self) -> Result<(), FsError> {
-        // All of them, until the listing is full: what one brings into a small cache, the next would
-        // drop.
+        // All of them, until the listing is full: in a small cache each drops what the one before
+        // has brought.
         let mut preloaded = Vec::new();
         loop {
             match self.fill() {
