@@ -449,10 +449,8 @@ fn an_array_with_a_write_that_was_given_up_leaves_its_memory_to_the_ring() {
         memory.read_exact_at(&mut word, address).map(|()| u64::from_ne_bytes(word))
     };
     let array = |word: u64| {
-        let settings = GpuArraySettings { writable: true, ..GpuArraySettings::default() };
-        let array = ring.array(&file, settings).unwrap();
-        let words = array.for_kernels().as_bytes()[80..88].try_into().unwrap();
-        let words = u64::from_ne_bytes(words);
+        let array = ring.array(&file, GpuArraySettings { writable: true, ..GpuArraySettings::default() }).unwrap();
+        let words = u64::from_ne_bytes(array.for_kernels().as_bytes()[80..88].try_into().unwrap());
         memory.write_all_at(&word.to_ne_bytes(), words).unwrap();
         (array, words)
     };

@@ -116,13 +116,13 @@ mount -t tmpfs -o x-lower tmpfs "$d"
 "$program" "$image" "$d"; table; umount "$d"; table
 "$program" "$image" "$d"; /usr/sbin/umount.fuse.gpunvme "$d"; table; umount "$d"; table
 # Of the same directory in another namespace, and of others.
-printf 'SRC=a TARGET=%s ROOT=/ OPTS=x-other\nSRC=b TARGET=%s/b ROOT=/ OPTS=x-gpunvme,x-b\nbroken' "$d" "$d" >/run/mount/utab
+printf 'SRC=a TARGET=%s ROOT=/ OPTS=x-other\nSRC=%s TARGET=%s/b ROOT=/ OPTS=x-gpunvme\nbroken' "$d" "$image" "$d" >/run/mount/utab
 "$program" "$image" "$d"; /usr/sbin/umount.fuse.gpunvme "$d"; table
 "#;
     let Some(said) = says("an_entry_keeps_no_option_of_mount_and_no_other_entry_away", script) else { return };
     let netdev = "SRC=image TARGET=mnt ROOT=/ OPTS=_netdev,x-foo\n";
     let lower = "SRC=tmpfs TARGET=mnt ROOT=/ OPTS=x-lower\n";
-    let others = "SRC=a TARGET=mnt ROOT=/ OPTS=x-other\nSRC=b TARGET=mnt/b ROOT=/ OPTS=x-gpunvme,x-b\nbroken\n";
+    let others = "SRC=a TARGET=mnt ROOT=/ OPTS=x-other\nSRC=image TARGET=mnt/b ROOT=/ OPTS=x-gpunvme\nbroken\n";
     let expected = [netdev, netdev, "none\n", netdev, "none\n", lower, OURS, lower, lower, "none\n", others];
     assert_eq!(said, expected.concat());
 }
