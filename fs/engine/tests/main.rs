@@ -14,6 +14,7 @@ mod fsck;
 mod full;
 mod hostile;
 mod limits;
+mod listing;
 mod model;
 mod orders;
 mod orphans;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::{BufferPool, Io};
-use gpunvme_layout::{Block, Key, Timestamp};
+use gpunvme_layout::Timestamp;
 use parking_lot::Mutex;
 
 use super::errors::Asker;
@@ -14,7 +14,9 @@ use super::file::{File, FileState, Files, Truncation};
 use super::pages::PagePool;
 use crate::error::{Attempt, Fail, FsError, Stall};
 use crate::volume::inode::content_changed;
-use crate::volume::{Attributes, Context, DirEntry, NewNode, RenameMode, Renamed, SetAttributes, Usage, Volume, VolumeOptions};
+use crate::volume::{
+    Attributes, Context, DirEntry, NewNode, Preloaded, RenameMode, Renamed, SetAttributes, Usage, Volume, VolumeOptions,
+};
 
 /// Runs tasks on threads that may wait: for operations that cannot go on where they are.
 pub trait Spawn: Send + Sync {
@@ -62,11 +64,6 @@ pub struct Filesystem {
     pub(super) finishing: Mutex<()>,
     /// It was closed, and all of it is on the device.
     written_down: AtomicBool,
-}
-
-/// Keeps in memory what was brought there for an operation.
-pub struct Preloaded {
-    _blocks: Vec<Arc<Block>>,
 }
 
 /// State of a rename from one attempt to the next: the file whose write-back it waits for, and how
@@ -302,14 +299,13 @@ impl Filesystem {
     }
 
     /// Brings into memory what the next `limit` entries of a directory after `cookie` are and
-    /// name. Waits for the device, once for each level of the tree and not for each entry.
+    /// name, and keeps it there as long as the result lives. Waits for the device, once for each
+    /// level of the tree and not for each entry.
     ///
     /// # Errors
     /// The device failed, or the volume is damaged.
     pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize) -> Result<Preloaded, FsError> {
-        let entries = self.volume.wait(|| self.volume.read_dir(dir, cookie, limit))?;
-        let keys: Vec<Key> = entries.iter().map(|entry| Key::inode(entry.ino)).collect();
-        Ok(Preloaded { _blocks: self.volume.preload(&keys)? })
+        self.volume.preload_dir(dir, cookie, limit)
     }
 
     /// The value of an extended attribute.

@@ -29,7 +29,7 @@ mod write;
 mod write_back;
 
 pub use errors::Asker;
-pub use filesystem::{Filesystem, Inline, Options, Preloaded, Settling, Spawn, system_time};
+pub use filesystem::{Filesystem, Inline, Options, Settling, Spawn, system_time};
 pub use in_place::InPlaceWrite;
 pub use read::Read;
 pub use snapshot::Snapshot;

@@ -137,23 +137,27 @@ impl Volume {
     /// Entries after `cookie` (0: from the beginning), at most `limit`, in the order of their
     /// cookies.
     pub(crate) fn read_dir(&self, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
-        let meta = self.meta.read();
-        let inode = load(&*meta, dir)?;
-        let mut entries = Vec::new();
-        let own = [(DOT, dir, &b"."[..]), (DOTDOT, inode.parent, b"..")];
-        for (own_cookie, ino, name) in own.into_iter().filter(|(c, _, _)| *c > cookie) {
-            entries.push(DirEntry { ino, file_type: FileType::Directory, name: name.to_vec(), cookie: own_cookie });
-        }
-        let from = Key::new(dir, Kind::Dirent, cookie.saturating_add(1).max(DIRENT_SLOTS));
-        tree::scan(&*meta, from, |key, value| {
-            if !key.is(dir, Kind::Dirent) || entries.len() >= limit {
-                return Ok(ControlFlow::Break(()));
-            }
-            let entry = Dirent::decode(dir, key.offset(), value)?;
-            let (ino, file_type, name) = (entry.ino, entry.file_type, entry.name.to_vec());
-            entries.push(DirEntry { ino, file_type, name, cookie: key.offset() });
-            Ok(ControlFlow::Continue(()))
-        })?;
-        Ok(entries)
+        entries(&*self.meta.read(), dir, cookie, limit)
     }
+}
+
+/// The next `limit` entries of a directory after `cookie`.
+pub(super) fn entries(blocks: &impl Blocks, dir: u64, cookie: u64, limit: usize) -> Attempt<Vec<DirEntry>> {
+    let inode = load(blocks, dir)?;
+    let mut entries = Vec::new();
+    let own = [(DOT, dir, &b"."[..]), (DOTDOT, inode.parent, b"..")];
+    for (own_cookie, ino, name) in own.into_iter().filter(|(c, _, _)| *c > cookie) {
+        entries.push(DirEntry { ino, file_type: FileType::Directory, name: name.to_vec(), cookie: own_cookie });
+    }
+    let from = Key::new(dir, Kind::Dirent, cookie.saturating_add(1).max(DIRENT_SLOTS));
+    tree::scan(blocks, from, |key, value| {
+        if !key.is(dir, Kind::Dirent) || entries.len() >= limit {
+            return Ok(ControlFlow::Break(()));
+        }
+        let entry = Dirent::decode(dir, key.offset(), value)?;
+        let (ino, file_type, name) = (entry.ino, entry.file_type, entry.name.to_vec());
+        entries.push(DirEntry { ino, file_type, name, cookie: key.offset() });
+        Ok(ControlFlow::Continue(()))
+    })?;
+    Ok(entries)
 }

@@ -346,7 +346,7 @@ impl Volume {
     }
 
     /// Reads metadata blocks into memory, all at once.
-    fn load_all(&self, addresses: &[u64]) -> Result<Vec<Arc<Block>>, FsError> {
+    pub(super) fn load_all(&self, addresses: &[u64]) -> Result<Vec<Arc<Block>>, FsError> {
         self.load_by(addresses, || read_scattered(&self.io, addresses))
     }
 
@@ -368,30 +368,6 @@ impl Volume {
                 }
             };
             return addresses.iter().zip(read).map(take).collect();
-        }
-    }
-
-    /// Brings the nodes that lead to these items into memory, level by level, each level at once.
-    /// They stay there as long as the returned blocks live.
-    pub(crate) fn preload(&self, keys: &[Key]) -> Result<Vec<Arc<Block>>, FsError> {
-        let mut held = Vec::new();
-        loop {
-            let mut missing: Vec<u64> = Vec::new();
-            let meta = self.meta.read();
-            for key in keys {
-                match tree::get(&*meta, *key) {
-                    Err(Fail::Stall(Stall::Load { address })) => missing.push(address),
-                    Err(Fail::Error(error)) => return Err(error),
-                    _ => {}
-                }
-            }
-            drop(meta);
-            if missing.is_empty() {
-                return Ok(held);
-            }
-            missing.sort_unstable();
-            missing.dedup();
-            held.extend(self.load_all(&missing)?);
         }
     }
 

@@ -315,16 +315,15 @@ struct Reading<L> {
 impl<L: Listing> Reading<L> {
     /// As `fill`, waiting for the device.
     fn fill_waiting(&mut self) -> Result<(), FsError> {
-        // All of them, until the listing is full: in a small cache each drops what the one before
-        // has brought.
-        let mut preloaded = Vec::new();
-        loop {
-            match self.fill() {
-                Ok(()) => return Ok(()),
-                Err(Fail::Error(error)) => return Err(error),
-                // What is not in memory is all that it can need.
-                Err(Fail::Stall(_)) => preloaded.push(self.front.fs.preload_dir(self.dir, self.cookie, PRELOAD)?),
-            }
+        let mut filled = self.fill();
+        while let Err(Fail::Stall(_)) = filled {
+            // What is not in memory is all that it can need.
+            let _held = self.front.fs.preload_dir(self.dir, self.cookie, PRELOAD)?;
+            filled = self.fill();
+        }
+        match filled {
+            Err(Fail::Error(error)) => Err(error),
+            _ => Ok(()),
         }
     }
 
