@@ -12,6 +12,7 @@ use gpunvme_tests::cuda::{
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
+use std::time::Instant;
 
 #[derive(Parser)]
 struct Arguments {
@@ -91,13 +92,16 @@ fn main() -> ExitCode {
         if arguments.only.as_ref().is_some_and(|only| !name.contains(only)) {
             return;
         }
+        let start = Instant::now();
         // What went wrong the panic says itself.
-        if catch_unwind(AssertUnwindSafe(check)).is_ok() {
+        let went_well = catch_unwind(AssertUnwindSafe(check)).is_ok();
+        let seconds = start.elapsed().as_secs_f64();
+        if went_well {
             passed += 1;
-            println!("passed: {name}");
+            println!("passed: {name} ({seconds:.1} s)");
         } else {
             failed += 1;
-            println!("FAILED: {name}");
+            println!("FAILED: {name} ({seconds:.1} s)");
         }
     };
     if arguments.kernels {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_layout::features::READ_ONLY_COMPATIBLE;
 use gpunvme_layout::geometry::STATE;
-use gpunvme_layout::{Block, Corrupt, Geometry, Key, State, Superblock, Timestamp};
+use gpunvme_layout::{Block, Corrupt, Geometry, State, Superblock, Timestamp};
 use parking_lot::Mutex;
 
 use super::cache::CacheUse;
@@ -23,7 +23,6 @@ use super::meta::Meta;
 use super::op::Op;
 use super::run::Run;
 use super::space_waits::{SpaceWaits, Waiting};
-use super::tree;
 use super::unflushed::Unflushed;
 use super::versions::Versions;
 use crate::error::{Attempt, Fail, FsError, Stall};
