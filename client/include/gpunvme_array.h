@@ -173,26 +173,31 @@ template <class T> class array {
 	/*
 	 * Writes changed pages back: of as many parts as groups call it, the group's. Returns 0, or the
 	 * errno of the last page that could not be written, which is kept; until a write that `timed_out`
-	 * has ended nothing else is done with its page. What is set meanwhile may
-	 * be written or not.
+	 * has ended nothing else is done with its page. After one that did, the rest of the part is not
+	 * written, and for pages that others use all the time it waits no longer than for one. What is set
+	 * meanwhile may be written or not.
 	 */
 	template <class Group = lanes>
 	GPUNVME_FN int flush(u32 part, u32 parts, const Group &group = Group()) const
 	{
-		int status = 0;
+		int status = parts != 0 ? 0 : int(invalid);
+		bool in_use = false; /* and stayed so */
+		u64 waited = 0;      /* for frames that are */
 		GPUNVME_ROLLED
-		for (u32 frame = part; frame < sets_count * ways; frame += parts) {
-			detail::reservation made = {detail::present, frame, 0};
+		for (u64 frame = part; parts != 0 && frame < sets_count * ways && status != timed_out; frame += parts) {
+			detail::reservation made = {detail::present, u32(frame), 0};
 			if (group.rank() == 0)
-				made.what = reserve_changed(frame, &made.page);
+				made.what = reserve_changed(made.frame, &made.page, &waited);
 			made = group.share(made);
 			int ended = 0;
 			if (made.what == detail::to_write)
 				ended = write_back(made, true, group);
 			else if (made.what == detail::full)
-				ended = by.ended() != 0 ? by.ended() : int(timed_out);
+				in_use = true;
 			status = ended != 0 ? ended : status;
 		}
+		if (in_use && status == 0)
+			status = group.share(by.ended() != 0 ? by.ended() : int(timed_out));
 		return status;
 	}
 
@@ -232,16 +237,19 @@ template <class T> class array {
 	GPUNVME_FN int each(u64 index, bool asks, Access &access, const Group &group) const
 	{
 		static_assert((sizeof(T) & (sizeof(T) - 1)) == 0, "no element lies on two pages");
-		int status = !asks ? 0 : index < size() ? int(wanted) : int(invalid);
+		int status = !asks ? 0 : index < size() && sizeof(T) >> page_bits <= 1 ? int(wanted) : int(invalid);
 		u64 page = index * sizeof(T) >> page_bits, since = 0;
 		GPUNVME_ROLLED
 		for (;;) {
-			if (use(status == wanted, page, index, access, group)) {
+			bool used = use(status == wanted, page, index, access, group);
+			if (used) {
 				detail::count(&here()->hits, 1);
 				status = 0;
 			}
 			if (group.first(status == wanted) == detail::none)
 				return status;
+			if (group.first(used) != detail::none)
+				since = 0; /* others bring what is wanted */
 			bring(page, index, &status, access, &since, group);
 		}
 	}
@@ -352,10 +360,11 @@ template <class T> class array {
 			}
 			if (failed == again && count > 0)
 				break; /* those that were begun come first */
-			if (failed != 0 && *status == wanted && page == next)
+			/* After a patience the next page would wait as long. */
+			if (failed != 0 && *status == wanted && (page == next || failed == timed_out))
 				*status = failed;
 			if (failed == timed_out)
-				break; /* the next would wait as long */
+				break;
 			open = open && page != next;
 		}
 		u64 start = detail::now(); /* one patience for all of them */
@@ -471,10 +480,10 @@ template <class T> class array {
 		return made;
 	}
 
-	/* A changed page for flush(); one thread calls it. */
-	GPUNVME_OUTLINE GPUNVME_FN u32 reserve_changed(u32 frame, u64 *page) const
+	/* A changed page for flush(), which has waited so long for all of them; one thread calls it. */
+	GPUNVME_OUTLINE GPUNVME_FN u32 reserve_changed(u32 frame, u64 *page, u64 *waited) const
 	{
-		u64 *at = words + frame, start = detail::now();
+		u64 *at = words + frame, start = detail::now() - *waited;
 		for (;;) {
 			u64 word = detail::load_acquire_gpu(at);
 			if ((word & detail::changed) == 0)
@@ -484,7 +493,8 @@ template <class T> class array {
 				*page = page_of(word);
 				return detail::to_write;
 			}
-			if (by.ended() != 0 || detail::now() - start > longest_wait())
+			*waited = detail::now() - start;
+			if (by.ended() != 0 || *waited > longest_wait())
 				return detail::full;
 			if (!by.poll())
 				detail::pause_since(start);

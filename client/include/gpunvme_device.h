@@ -262,8 +262,9 @@ class ring {
 		request flight[depth];
 		u32 first = 0, count = 0;
 		u64 begun = 0;
-		outcome total = {0, 0, 0};
-		bool over = false;
+		u64 start = 0; /* of the wait for what failed */
+		outcome total = {len <= ~0ull - offset ? 0 : int(invalid), 0, 0};
+		bool over = total.status != 0;
 		GPUNVME_ROLLED
 		for (;;) {
 			GPUNVME_ROLLED
@@ -276,6 +277,7 @@ class ring {
 					break;
 				if (next.status != 0) {
 					total.status = next.status;
+					start = detail::now();
 					over = true;
 					break;
 				}
@@ -285,7 +287,8 @@ class ring {
 			if (count == 0)
 				return total;
 			const request &oldest = flight[first % depth];
-			outcome part = wait(oldest, group);
+			start = over ? start : detail::now();
+			outcome part = wait_since(start, oldest, group);
 			if (!over) {
 				total.bytes += part.bytes;
 				total.status = part.status;

@@ -425,7 +425,7 @@ fn a_kernel_that_submits_garbage_spoils_its_own_ring_alone() {
 #[test]
 fn kernels_end_whatever_a_daemon_answers() {
     let program = compiled_of("kernels_hostile.cc", "kernels-hostile", &[]);
-    for scenario in ["status", "status_of_ring", "late", "ahead", "late_writes", "full", "apart"] {
+    for scenario in ["status", "status_of_ring", "late", "ahead", "late_writes", "full", "apart", "patience", "mistakes"] {
         let output = Command::new("timeout").args(["--kill-after=5", "30"]).arg(&program).arg(scenario).output().unwrap();
         assert!(output.status.success(), "{scenario}: {}", text(&output));
     }

@@ -104,10 +104,11 @@ struct Array {
 	gpunvme::detail::counters counters[128] = {};
 	unsigned char frames[4 * 4096] = {};
 
-	gpunvme::array<unsigned> for_kernels(Ring &ring, unsigned patience_ms, unsigned writable)
+	template <class T = unsigned>
+	gpunvme::array<T> for_kernels(Ring &ring, unsigned patience_ms, unsigned writable)
 	{
 		HandedArray handed = {ring.handed(patience_ms), 1, 1 << 20, words, sets, frames, counters, 4, 1, 12, writable};
-		gpunvme::array<unsigned> array;
+		gpunvme::array<T> array;
 		static_assert(sizeof(handed) == sizeof(array), "the same fields");
 		memcpy(static_cast<void *>(&array), &handed, sizeof(array));
 		return array;
@@ -269,6 +270,74 @@ static void apart()
 	CHECK(status == 0, "%d", status);
 }
 
+/* Milliseconds that a call took. */
+template <class Call> static unsigned long long time_of(Call call)
+{
+	unsigned long long start = gpunvme::detail::now();
+	call();
+	return (gpunvme::detail::now() - start) / 1000000;
+}
+
+/* A silent daemon costs a call one patience, however many requests the call would make. */
+static void patience()
+{
+	static Ring ring, full;
+	static Array made;
+	const unsigned patience_ms = 1000;
+	static unsigned char memory[4 * SLOT];
+	auto check = [](const char *what, unsigned long long took) {
+		CHECK(took >= patience_ms / 2 && took < 2 * patience_ms, "%s took %llu ms", what, took);
+	};
+	gpunvme::ring kernels = ring.for_kernels(patience_ms);
+	check("a read of four parts", time_of([&] {
+		      int status = kernels.read(1, 0, memory, sizeof(memory)).status;
+		      CHECK(status == gpunvme::timed_out, "%d", status);
+	      }));
+	gpunvme::array<unsigned> array = made.for_kernels(ring, patience_ms, 1);
+	for (unsigned long long page = 0; page < 4; page++)
+		made.words[page] = page * gpunvme::detail::one_page | gpunvme::detail::valid | gpunvme::detail::changed;
+	check("a flush of four pages", time_of([&] {
+		      int status = array.flush(0, 1);
+		      CHECK(status == gpunvme::timed_out, "%d", status);
+	      }));
+	static Array other;
+	gpunvme::array<unsigned> without_slots = other.for_kernels(full, patience_ms, 0);
+	gpunvme::ring taken = full.for_kernels(patience_ms);
+	for (unsigned n = 0; n < N; n++)
+		taken.read_async(1, 0, memory, 1);
+	check("words of eight pages where no slot is free", time_of([&] {
+		      launch(1, 8, [&](unsigned, const Team &team) {
+			      unsigned value;
+			      int status = without_slots.get(team.rank() * 1024, &value, team);
+			      CHECK(status == gpunvme::timed_out, "%d", status);
+		      });
+	      }));
+}
+
+/* What can only be a mistake is refused, and changes nothing. */
+static void mistakes()
+{
+	static Ring ring;
+	static Array made;
+	static struct Large {
+		unsigned char bytes[8192];
+	} large;
+	Answering daemon(ring, 0);
+	int status = made.for_kernels(ring, 500, 1).flush(0, 0);
+	CHECK(status == gpunvme::invalid, "no parts: %d", status);
+	auto array = made.for_kernels<Large>(ring, 500, 1);
+	memset(&large, 0xab, sizeof(large));
+	status = array.set(0, large);
+	CHECK(status == gpunvme::invalid, "an element of two pages: %d", status);
+	status = array.hold(0).status;
+	CHECK(status == gpunvme::invalid, "an element of two pages: %d", status);
+	CHECK(made.frames[0] == 0 && made.frames[4096] == 0, "it was set");
+	unsigned submitted = *ring.word(GPUNVME_RING_SUBMISSION_TAIL);
+	gpunvme::outcome ended = ring.for_kernels(500).write(1, ~0ull - 4095, &large, 2 * SLOT);
+	CHECK(ended.status == gpunvme::invalid && ended.bytes == 0, "beyond the largest offset: %d", ended.status);
+	CHECK(submitted == *ring.word(GPUNVME_RING_SUBMISSION_TAIL), "a part of it was submitted");
+}
+
 int main(int argc, char **argv)
 {
 	static const struct {
@@ -276,7 +345,8 @@ int main(int argc, char **argv)
 		void (*run)();
 	} scenarios[] = {
 		{"status", status}, {"status_of_ring", status_of_ring}, {"late", late}, {"ahead", ahead},
-		{"late_writes", late_writes}, {"full", full}, {"apart", apart},
+		{"late_writes", late_writes}, {"full", full}, {"apart", apart}, {"patience", patience},
+		{"mistakes", mistakes},
 	};
 	if (argc != 2)
 		errx(2, "usage: kernels_hostile SCENARIO");

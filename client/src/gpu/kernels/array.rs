@@ -75,7 +75,8 @@ pub struct GpuArray {
     /// Its ring's, too, when it is dropped before a write has ended that a kernel gave up.
     state: Arc<Own>,
     given_up: GivenUp,
-    frames: Own,
+    /// Until it is dropped.
+    frames: Option<Own>,
     place: ArrayState,
     page: usize,
     for_kernels: KernelArray,
@@ -130,7 +131,16 @@ impl GpuRing {
         };
         debug_assert!(page <= BLOCK || page.is_multiple_of(BLOCK));
         let (state, given_up) = (Arc::new(state), self.given_up());
-        Ok(GpuArray { _file: attached, identity: file.identity()?, state, given_up, frames, place, page, for_kernels })
+        Ok(GpuArray {
+            _file: attached,
+            identity: file.identity()?,
+            state,
+            given_up,
+            frames: Some(frames),
+            place,
+            page,
+            for_kernels,
+        })
     }
 }
 
@@ -175,7 +185,7 @@ impl GpuArray {
         let segment = |frame: &usize| {
             let file_offset = words[*frame].page() * self.page as u64;
             let len = (self.for_kernels.bytes - file_offset).min(self.page as u64);
-            Segment { file_offset, address: self.frames.address() + (frame * self.page) as u64, len }
+            Segment { file_offset, address: self.for_kernels.frames + (frame * self.page) as u64, len }
         };
         let segments: Vec<Segment> = changes.frames.iter().map(segment).collect();
         if !segments.is_empty() {
@@ -199,7 +209,7 @@ impl GpuArray {
     }
 
     fn write_segments(&self, file: &File, segments: &[Segment]) -> Result<()> {
-        match &self.frames {
+        match self.frames.as_ref().expect("it is there until the array is dropped") {
             Own::Gpu { .. } => {
                 let transfers = Transfers::new(&file.mount()?)?;
                 // SAFETY: they are frames of this array, which the caller of `flush` says no kernel
@@ -208,7 +218,7 @@ impl GpuArray {
             }
             Own::Cpu { memory } => {
                 for segment in segments {
-                    let at = (segment.address - self.frames.address()) as usize;
+                    let at = (segment.address - self.for_kernels.frames) as usize;
                     file.write_at(&memory[at..at + segment.len as usize], segment.file_offset)?;
                 }
             }
@@ -219,6 +229,8 @@ impl GpuArray {
 
 impl Drop for GpuArray {
     fn drop(&mut self) {
+        // Waits for kernels that use it: from then on no write begins.
+        self.frames = None;
         // Whichever kernel takes the completion of such a write changes the word of its frame.
         let may_be_written = || self.words().map_or(true, |words| words.iter().any(|word| word.is_being_written()));
         if self.for_kernels.writable != 0 && may_be_written() {
