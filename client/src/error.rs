@@ -119,7 +119,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// A transfer ended early.
-    #[error("{path}: cannot {action}{}: {}{}{}", at(*segment, *offset), message(*errno), because(*reason), late(action, *errno))]
+    #[error("{path}: cannot {action}{}: {}{}{}", at(*segment, *offset), message(*errno), because(*errno, *reason), late(action, *errno))]
     Transfer {
         /// The file.
         path: PathBuf,
@@ -254,9 +254,11 @@ fn copying(error: Option<&CudaError>) -> String {
     }
 }
 
-fn because(reason: Reason) -> String {
+fn because(errno: Errno, reason: Reason) -> String {
     match reason {
+        // Why nothing faster was tried is not why it failed.
         Reason::None => String::new(),
+        Reason::NotGpuMemory | Reason::NoVfio if errno != Errno::OPNOTSUPP => String::new(),
         reason => format!(" ({})", reason.explain()),
     }
 }

@@ -203,6 +203,13 @@ impl Geometry {
         [SUPERBLOCK, self.journal - 1].into_iter().chain(ends).collect()
     }
 
+    /// Address of the copy before the journal, where a volume fills so many blocks as mkfs makes it;
+    /// `None` where they are too few. Of one that has grown, or is on several devices, it lies
+    /// elsewhere.
+    pub fn middle_superblock(total_blocks: u64) -> Option<u64> {
+        Geometry::new(total_blocks, Geometry::default_journal_blocks(total_blocks)).map(|geometry| geometry.journal - 1)
+    }
+
     /// Block and index in it of the descriptor of a group.
     pub fn descriptor(&self, group: u64) -> (u64, usize) {
         let region = self.of_group(group);

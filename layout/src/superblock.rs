@@ -38,6 +38,10 @@ pub const VERSION: u32 = 1;
 /// Longest label in bytes.
 pub const LABEL_MAX: usize = 64;
 
+/// What is said of a device whose superblock and its copy at the end are none.
+const NO_VOLUME: &str =
+    "no gpunvme filesystem is here: mkfs.gpunvme makes one; where there was one, `fsck.gpunvme -n` looks for what is left of it";
+
 /// Bytes by which a superblock is recognized, intact or not.
 pub const SIGNATURE: Range<usize> = AT_SIGNATURE..AT_SIGNATURE + 16;
 
@@ -215,7 +219,7 @@ impl Superblock {
         let bytes = block.bytes();
         let fail = |message: String| Err(Corrupt::Superblock(message));
         if !Self::recognize(bytes) {
-            return fail("no gpunvme filesystem is here: mkfs.gpunvme makes one".into());
+            return fail(NO_VOLUME.into());
         }
         block.verify_content(address)?;
         block.expect(BlockKind::Superblock)?;

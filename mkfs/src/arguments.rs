@@ -4,7 +4,7 @@ use clap::Parser;
 use gpunvme_layout::BLOCK_SIZE;
 use gpunvme_layout::member::{MEMBERS_MAX, UNIT_RANGE};
 use gpunvme_programs::completions::{Completions, Printed};
-use gpunvme_programs::names::label;
+use gpunvme_programs::names::{NewUuid, label};
 use uuid::Uuid;
 
 /// Formats a device as a gpunvme volume, or several as one. Everything on them is lost.
@@ -18,8 +18,8 @@ pub struct Arguments {
     /// Name of the volume, at most 64 bytes
     #[arg(short = 'L', long, value_parser = label, default_value = "", hide_default_value = true)]
     pub label: String,
-    /// UUID of the volume [default: random]
-    #[arg(short = 'U', long)]
+    /// UUID of the volume; `random`, which is the default, is a new one
+    #[arg(short = 'U', long, value_parser = uuid)]
     pub uuid: Option<Uuid>,
     /// What lies on one of several devices before the next: 64K to 16M, a power of two
     #[arg(long, value_parser = unit, default_value = "128K", value_name = "SIZE")]
@@ -58,6 +58,14 @@ fn unit(text: &str) -> Result<u32, String> {
     blocks.filter(fits).ok_or_else(|| "a unit is 64K, 128K, 256K and so on, up to 16M".to_owned())
 }
 
+fn uuid(text: &str) -> Result<Uuid, String> {
+    match text.parse()? {
+        NewUuid::Given(uuid) => Ok(uuid),
+        NewUuid::Random => Ok(Uuid::new_v4()),
+        NewUuid::Restore => Err("a new volume has no other UUID than the one that it gets".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use gpunvme_layout::member::UNIT_DEFAULT;
@@ -88,6 +96,8 @@ mod tests {
         assert!(parse(&["/dev/x", "-L", &"x".repeat(LABEL_MAX + 1)]).unwrap_err().contains("at most 64 fit"));
         assert!(parse(&["/dev/x", "-L", "a\nb"]).unwrap_err().contains("control characters"));
         assert!(parse(&["/dev/x", "-U", "no"]).unwrap_err().contains("uuid"));
+        assert!(parse(&["/dev/x", "-U", "00000000-0000-0000-0000-000000000000"]).unwrap_err().contains("zeros"));
+        assert!(parse(&["/dev/x", "-U", "random"]).unwrap().uuid.is_some_and(|uuid| !uuid.is_nil()));
         assert!(parse(&["/dev/x", "-q", "--json"]).unwrap_err().contains("cannot be used with"));
         assert!(parse(&[]).unwrap_err().contains("<DEVICE>"));
         assert!(parse(&["/dev/x"; 17]).unwrap_err().contains("no more were expected"));

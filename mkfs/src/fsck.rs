@@ -75,7 +75,7 @@ pub struct Arguments {
     #[arg(long, value_name = "MIB", default_value_t = (gpunvme_engine::check::MEMORY >> 20) as u64, value_parser = clap::value_parser!(u64).range(MEMORY_MIN..=1 << 20))]
     pub memory: u64,
     /// Check although the volume was unmounted cleanly; it is checked anyway
-    #[arg(short = 'f', long, hide = true)]
+    #[arg(short = 'f', long)]
     pub force: bool,
     /// Write how far the check is to this descriptor, as lines of PASS DONE OF DEVICE; a terminal
     /// shows a bar anyway
@@ -95,6 +95,8 @@ struct Report {
     inodes: u64,
     blocks: u64,
     free_blocks: u64,
+    /// Whether it was unmounted.
+    unmounted: bool,
     /// Whether the journal was replayed.
     recovered: bool,
     findings: Vec<Line>,
@@ -230,7 +232,7 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
     let options = CheckOptions { read_only, memory: (arguments.memory as usize) << 20, now: now(), stop: stop.clone() };
     let mut fsck = Fsck::open(io, options).map_err(text)?;
     let mut findings = fsck.check(&mut |stage, done, of| meter.show(stage, done, of)).map_err(text)?;
-    let recovered = !fsck.was_clean() && !read_only;
+    let (unmounted, recovered) = (fsck.was_clean(), !fsck.was_clean() && !read_only);
     let mut left = findings.clone();
     let mut refound = None;
     if findings.total() > 0 && !read_only {
@@ -258,7 +260,7 @@ fn examine(arguments: &Arguments) -> Result<Report, Failure> {
         (findings, left, refound) = (repaired.found, repaired.left, repaired.refound);
     }
     meter.clear();
-    let report = Report::new(name, &fsck, recovered, findings, &left, refound);
+    let report = Report::new(name, &fsck, (unmounted, recovered), findings, &left, refound);
     fsck.close(left.total() == 0).map_err(text)?;
     Ok(report)
 }
@@ -314,7 +316,14 @@ fn list(device: &str, findings: &Findings, all: bool) {
 }
 
 impl Report {
-    fn new(device: &str, fsck: &Fsck, recovered: bool, findings: Findings, left: &Findings, refound: Option<Refound>) -> Report {
+    fn new(
+        device: &str,
+        fsck: &Fsck,
+        (unmounted, recovered): (bool, bool),
+        findings: Findings,
+        left: &Findings,
+        refound: Option<Refound>,
+    ) -> Report {
         let lost = |findings: &Findings| findings.counts.get(&Kind::Lost).copied().unwrap_or(0);
         let (usage, superblock) = (fsck.volume().usage(), fsck.volume().superblock());
         let still: std::collections::HashSet<_> = left.list.iter().map(|f| (f.kind, f.place)).collect();
@@ -332,6 +341,7 @@ impl Report {
             inodes: usage.inodes,
             blocks: usage.blocks,
             free_blocks: usage.free,
+            unmounted,
             recovered,
             connected: lost(&findings).saturating_sub(lost(left)),
             lost_inodes: refound.map(|refound| refound.of - refound.inodes),
@@ -348,8 +358,9 @@ impl Report {
     fn text(&self, all: bool, tried: bool) -> String {
         let device = &self.device;
         let mut text = String::new();
-        if self.recovered {
-            text += &format!("{device}: was not unmounted, the journal was replayed\n");
+        if !self.unmounted {
+            let journal = if self.recovered { "was replayed" } else { "is replayed by the next mount, or by fsck.gpunvme -p" };
+            text += &format!("{device}: was not unmounted, the journal {journal}\n");
         }
         let mut shown: BTreeMap<&str, u64> = BTreeMap::new();
         for line in &self.findings {
@@ -416,6 +427,7 @@ mod tests {
             inodes: 7,
             blocks: 14336,
             free_blocks: 13336,
+            unmounted: true,
             recovered: false,
             findings: Vec::new(),
             counts: BTreeMap::from([("node", count)]),

@@ -8,7 +8,10 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpunvme_blockdev::{OpenMode, open};
+use gpunvme_blockdev::{Io, OpenMode, open};
+use gpunvme_engine::data::{Filesystem, Inline, Options};
+use gpunvme_engine::volume::{Context, NewNode, VolumeOptions};
+use gpunvme_layout::{Geometry, Timestamp};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -94,13 +97,57 @@ fn a_volume_is_not_formatted_twice_by_accident() {
     assert_eq!(image.superblock().unwrap().names.label, "new");
 }
 
+/// What a tool that clears both ends of a device leaves: all files are there.
+#[test]
+fn a_volume_that_lost_both_ends_is_refused_and_mended() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&["-L", "precious"]));
+    let file = OpenOptions::new().write(true).open(&image.path).unwrap();
+    for offset in [0, 64 * MIB - 4096] {
+        file.write_all_at(&[0; 4096], offset).unwrap();
+    }
+    let why = refusal(&image.mkfs(&[]), &image.path);
+    assert!(why.starts_with("carries a gpunvme volume (\"precious\", UUID "), "{why}");
+    let device = open(image.path.to_str().unwrap(), OpenMode::ReadOnly).unwrap();
+    let why = gpunvme_engine::is_clean(&device).unwrap_err().to_string();
+    assert!(why.contains("fsck.gpunvme -p"), "{why}");
+    drop(device);
+    assert_eq!(fsck(&image.path, &["-p"]).status.code(), Some(1));
+    assert_eq!(image.superblock().unwrap().names.label, "precious");
+}
+
+#[test]
+fn fsck_says_of_a_volume_whether_it_was_unmounted() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&[]));
+    let report = |args: &[&str]| -> serde_json::Value { serde_json::from_slice(&fsck(&image.path, args).stdout).unwrap() };
+    assert_eq!(report(&["-n", "--json"])["unmounted"], true);
+    let device = open(image.path.to_str().unwrap(), OpenMode::ReadWrite).unwrap();
+    let volume = VolumeOptions { read_only: false, cache: 1 << 20, discard: false };
+    let options = Options { volume, write_buffer: 4 << 20 };
+    let fs = Filesystem::open(Io::inline(device).unwrap(), options, Arc::new(Inline)).unwrap();
+    let who = Context { uid: 0, gid: 0, now: Timestamp { seconds: 1, nanoseconds: 0 } };
+    let new = NewNode { mode: 0o100644, umask: 0, rdev: 0, target: &[] };
+    fs.wait(|| fs.create(&who, 1, b"file", &new)).unwrap();
+    fs.commit().unwrap();
+    drop(fs);
+    assert_eq!(report(&["-n", "--json"])["unmounted"], false);
+    let output = fsck(&image.path, &["-n"]);
+    let said = stdout(&output);
+    assert!(said.contains("was not unmounted") && said.contains("the next mount"), "{said}");
+    let said = String::from_utf8(fsck(&image.path, &["-p"]).stdout).unwrap();
+    assert!(said.contains("was not unmounted, the journal was replayed"), "{said}");
+    assert!(!stdout(&fsck(&image.path, &["-n"])).contains("unmounted"));
+}
+
 #[test]
 fn a_damaged_volume_is_recognised() {
     let image = Image::new(64 * MIB);
     stdout(&image.mkfs(&[]));
     // One byte changed, and the checksum no longer matches.
     let file = OpenOptions::new().read(true).write(true).open(&image.path).unwrap();
-    for offset in [0, 64 * MIB - 4096] {
+    let middle = Geometry::middle_superblock(64 * MIB / 4096).unwrap() * 4096;
+    for offset in [0, middle, 64 * MIB - 4096] {
         let mut block = [0; 4096];
         file.read_exact_at(&mut block, offset).unwrap();
         block[4000] ^= 1;

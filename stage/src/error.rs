@@ -23,7 +23,7 @@ pub enum Error {
     Credentials(String),
     #[error("{0}: there is no object of that name, and no folder with something in it")]
     Nothing(String),
-    #[error("the store's object {name:?} cannot become a file here: {why}")]
+    #[error("{name:?} cannot be both an object of a store and a file: {why}")]
     Name { name: String, why: &'static str },
     #[error("the set has more than {0} objects: bring in what lies below some of its folders, each into one here")]
     TooMany(usize),

@@ -79,9 +79,10 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> gpunvme_blockdev::Result<Option<Co
         gpunvme_blockdev::Result::Ok(Block::from_bytes(&bytes))
     };
     let first = read(SUPERBLOCK)?;
-    for (block, address) in [(&first, SUPERBLOCK), (&read(blocks - 1)?, blocks - 1)] {
-        if let Some(identity) = Superblock::identify(block, address) {
-            let is_member = Member::is_one(block, address);
+    for address in [SUPERBLOCK, blocks - 1].into_iter().chain(Geometry::middle_superblock(blocks)) {
+        let block = read(address)?;
+        if let Some(identity) = Superblock::identify(&block, address) {
+            let is_member = Member::is_one(&block, address);
             return Ok(Some(Contents {
                 what: if is_member { "one of the devices of a gpunvme volume" } else { "a gpunvme volume" }.to_owned(),
                 label: Some(identity.label).filter(|label| !label.is_empty()),

@@ -51,7 +51,7 @@ pub fn run(grow: &Grow) -> Result<Report, Failure> {
     report.line("before", report::size(before));
     report.line("capacity", report::size(capacity));
     if before == capacity {
-        report.line("nothing to do", "the volume is as large as its devices");
+        report.line("grown", "nothing to do: the volume is as large as its devices");
     }
     Ok(report)
 }

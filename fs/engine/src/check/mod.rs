@@ -346,6 +346,7 @@ fn examine(
     let whole = !findings.tree_is_broken();
     if whole {
         let totals = names::compare(kept.inodes.sorted()?, kept.names.sorted()?, kept.orphans.sorted()?, memory, stop, findings)?;
+        names::tell_names(volume, findings);
         if totals.inodes != state.inodes {
             let what = || format!("counts {} inodes, there are {}", state.inodes, totals.inodes);
             findings.add(Kind::Counter, Place::State, Fix::Inodes(totals.inodes), what);

@@ -2,7 +2,7 @@
 //! entries that lead nowhere, inodes that no entry leads to, and cycles of directories.
 
 use gpunvme_layout::key::INO_ROOT;
-use gpunvme_layout::{FileType, Key, Kind as ItemKind};
+use gpunvme_layout::{Dirent, FileType, Key, Kind as ItemKind};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use super::finding::{Findings, Fix, Kind, Place};
@@ -10,6 +10,7 @@ use super::items::{BEYOND, InodeRecord, NameRecord, UNUSABLE, article};
 use super::spool::{Sorted, Spool};
 use super::stop::Stop;
 use crate::error::FsError;
+use crate::volume::{Volume, tree};
 
 /// Names of one directory that are told from each other; it should have one.
 const NAMES_MAX: usize = 1000;
@@ -30,6 +31,21 @@ pub(crate) struct Totals {
     pub inodes: u64,
     /// Highest inode number.
     pub highest: u64,
+}
+
+/// Says of entries that lead nowhere what they are called: that is what was lost.
+pub(crate) fn tell_names(volume: &Volume, findings: &mut Findings) {
+    for finding in findings.list.iter_mut().filter(|finding| finding.kind == Kind::EntryDangling) {
+        let Place::Entry(dir, offset) = finding.place else { continue };
+        let name = volume.wait(|| {
+            let meta = volume.meta.read();
+            let item = tree::get(&*meta, Key::new(dir, ItemKind::Dirent, offset))?;
+            Ok(item.and_then(|item| Some(Dirent::decode(dir, offset, item).ok()?.name.to_vec())))
+        });
+        if let Ok(Some(name)) = name {
+            finding.what = format!("{:?} {}", String::from_utf8_lossy(&name), finding.what);
+        }
+    }
 }
 
 /// Compares inodes with names.

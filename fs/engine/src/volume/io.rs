@@ -12,6 +12,10 @@ use crate::error::FsError;
 /// that has to be mended.
 pub(crate) const UNREADABLE_MAX: u64 = 100;
 
+/// What is said of a volume of which only that copy of the superblock is left.
+const ONLY_A_COPY: &str = "the superblock and its copy at the end are damaged, and the one before the journal is there: \
+                           fsck.gpunvme -p mends the others";
+
 /// Blocks that [`write_run`] writes at a time.
 const RUN: usize = 64;
 
@@ -41,7 +45,10 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
                 tracing::warn!(%error, "the first superblock is damaged; using the copy at the end of the device");
                 Ok(superblock)
             }
-            Err(_) => Err(error),
+            Err(_) => match Geometry::middle_superblock(device_blocks).map(read) {
+                Some(Ok(_)) => Err(Corrupt::Superblock(ONLY_A_COPY.into()).into()),
+                _ => Err(error),
+            },
         },
     }
 }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use gpunvme_blockdev::{BlockDevice, Io};
 use gpunvme_blockdev_testing::{Image, MemoryDevice, Recorder};
-use gpunvme_engine::check::{CheckOptions, Findings, Fsck, Kind, Stop};
+use gpunvme_engine::check::{CheckOptions, Finding, Findings, Fsck, Kind, Stop};
 use gpunvme_engine::error::FsError;
 use gpunvme_engine::volume::{NewNode, SetAttributes};
 use gpunvme_layout::geometry::{ANCHORS, CHUNK_BLOCKS};
@@ -423,6 +423,16 @@ fn a_new_tree_is_written_over_nothing_of_the_old_one_where_a_bitmap_is_damaged_t
         }
     }
     assert!(looked > 0);
+}
+
+#[test]
+fn an_entry_whose_file_is_lost_is_told_by_its_name() {
+    let mut surgeon = Surgeon::new(subject().image.clone());
+    surgeon.remove(Key::inode(subject().inodes["marked"] - 1));
+    let findings = found(&device(surgeon.image));
+    let of_entry = |finding: &&Finding| finding.kind == Kind::EntryDangling;
+    let finding = findings.list.iter().find(of_entry).expect("it is found");
+    assert!(finding.what.starts_with("\"pipe\" names inode"), "{finding}");
 }
 
 #[test]

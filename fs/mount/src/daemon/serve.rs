@@ -187,11 +187,7 @@ fn open_filesystem(
 pub fn check(options: &Options) -> Result<(), MountError> {
     let device = open(options, OpenMode::ReadOnly)?;
     MountPoint::of(&options.dir)?;
-    match gpunvme_engine::probe(&device) {
-        Ok(Some(_)) => Ok(()),
-        Ok(None) => Err(MountError::Failed("no gpunvme filesystem is here: mkfs.gpunvme makes one".to_owned())),
-        Err(error) => Err(failed(options, &error)),
-    }
+    gpunvme_engine::is_clean(&device).map(drop).map_err(|error| failed(options, &error))
 }
 
 /// Claims and opens the volume: by the superblock of its mount, where that can be.
