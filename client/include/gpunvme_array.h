@@ -480,7 +480,7 @@ template <class T> class array {
 		return made;
 	}
 
-	/* A changed page for flush(), which has waited so long for all of them; one thread calls it. */
+	/* A changed page for flush(), which has `waited` for all so far; one thread calls it. */
 	GPUNVME_OUTLINE GPUNVME_FN u32 reserve_changed(u32 frame, u64 *page, u64 *waited) const
 	{
 		u64 *at = words + frame, start = detail::now() - *waited;

@@ -203,7 +203,7 @@ impl Geometry {
         [SUPERBLOCK, self.journal - 1].into_iter().chain(ends).collect()
     }
 
-    /// Address of the copy before the journal, where a volume fills so many blocks as mkfs makes it;
+    /// Address of the copy before the journal in a volume of so many blocks, as mkfs makes it;
     /// `None` where they are too few. Of one that has grown, or is on several devices, it lies
     /// elsewhere.
     pub fn middle_superblock(total_blocks: u64) -> Option<u64> {

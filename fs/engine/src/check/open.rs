@@ -98,9 +98,11 @@ fn find_superblock(io: &Io) -> Result<(Superblock, Block), FsError> {
         return Err(Corrupt::Superblock("the device is too small for a gpunvme filesystem".into()).into());
     }
     let mut first = None;
+    let mut there = false;
     for address in [Superblock::ADDRESS, device_blocks - 1] {
         let Ok(mut blocks) = read_blocks(io, address, 1) else { continue };
         let block = blocks.swap_remove(0);
+        there |= Superblock::recognize(block.bytes());
         match Superblock::decode(&block, address, device_blocks) {
             Ok(superblock) => return Ok((superblock, block)),
             // An intact superblock that says something else is not overruled by a copy.
@@ -119,6 +121,8 @@ fn find_superblock(io: &Io) -> Result<(Superblock, Block), FsError> {
             }
         }
     }
+    let nothing = "no gpunvme filesystem is here, nor what is left of one: no copy of a superblock was found";
+    let first = first.map(|error| if there { error } else { Corrupt::Superblock(nothing.into()) });
     Err(first.unwrap_or(Corrupt::Superblock("it cannot be read".into())).into())
 }
 

@@ -40,7 +40,9 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
     if !read_only && removexattr(&path, NONE) == Err(Errno::ROFS) {
         // The mount's flags and the daemon's behaviour have to agree.
         mount_remount(&path, flags | MountFlags::RDONLY, "").map_err(|error| failed(&error))?;
-        return Err(failed(&"is read-only since it was mounted, or since a write to its device failed, of which journalctl -t mount.gpunvme tells: unmount it first"));
+        return Err(failed(
+            &"is read-only since it was mounted, or since a write to its device failed, of which journalctl -t mount.gpunvme tells: unmount it first",
+        ));
     }
     if read_only {
         // The daemon refuses writes that begin from now on; writes that a ring had in flight are
