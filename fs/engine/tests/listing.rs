@@ -31,7 +31,7 @@ fn what_a_listing_brought_stays_while_others_read_everything_else() {
     let fs = open(&device).expect("it was closed cleanly");
     let (mut cookie, mut listed) = (0, 0);
     loop {
-        let held = fs.preload_dir(ROOT, cookie, TOGETHER).expect("nothing fails");
+        let held = fs.preload_dir(ROOT, cookie, TOGETHER, true).expect("nothing fails");
         // Somebody else looks at all files, by number and by name.
         for (n, ino) in inos.iter().enumerate().step_by(7) {
             fs.wait(|| fs.attributes(*ino)).expect("it is there");

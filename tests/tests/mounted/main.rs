@@ -5,6 +5,7 @@ mod bench;
 mod block_devices;
 mod coherence;
 mod controllers;
+mod damaged;
 mod direct;
 mod direct_refusals;
 mod faults;

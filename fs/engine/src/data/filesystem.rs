@@ -298,14 +298,15 @@ impl Filesystem {
         self.volume.read_dir(dir, cookie, limit)
     }
 
-    /// Brings into memory what the next `limit` entries of a directory after `cookie` are and
-    /// name, and keeps it there as long as the result lives. Waits for the device, once for each
-    /// level of the tree and not for each entry.
+    /// Brings into memory what the next `limit` entries of a directory after `cookie` are and, if
+    /// `with_inodes`, name, and keeps it there as long as the result lives. Waits for the device,
+    /// for inodes once for each level of the tree and not for each of them. Inodes that are damaged
+    /// are left out.
     ///
     /// # Errors
-    /// The device failed, or the volume is damaged.
-    pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize) -> Result<Preloaded, FsError> {
-        self.volume.preload_dir(dir, cookie, limit)
+    /// The device failed, or the directory is damaged.
+    pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize, with_inodes: bool) -> Result<Preloaded, FsError> {
+        self.volume.preload_dir(dir, cookie, limit, with_inodes)
     }
 
     /// The value of an extended attribute.

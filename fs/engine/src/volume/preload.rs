@@ -4,9 +4,9 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use gpunvme_layout::{Block, BlockKind, Key};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::dir::entries;
+use super::dir::{DirEntry, entries};
 use super::meta::{Blocks, Meta};
 use super::open::Volume;
 use super::tree;
@@ -40,13 +40,14 @@ impl Blocks for Holding<'_> {
 }
 
 impl Volume {
-    /// Brings the nodes that lead to the next `limit` entries of a directory after `cookie`, and to
-    /// the inodes that they name, into memory: each level at once. They stay there as long as the
-    /// result lives, in a cache that has no room for them too.
+    /// Brings the nodes that lead to the next `limit` entries of a directory after `cookie`, and,
+    /// if `with_inodes`, to the inodes that they name, into memory: of these each level at once.
+    /// They stay there as long as the result lives and nothing changes them, in a cache that has no
+    /// room for them too. Damaged nodes of inodes are left out.
     ///
     /// # Errors
-    /// The device failed, or the volume is damaged.
-    pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize) -> Result<Preloaded, FsError> {
+    /// The device failed, or the directory is damaged.
+    pub fn preload_dir(&self, dir: u64, cookie: u64, limit: usize, with_inodes: bool) -> Result<Preloaded, FsError> {
         let mut held = Preloaded::default();
         let found = loop {
             let meta = self.meta.read();
@@ -56,35 +57,52 @@ impl Volume {
                 Err(Fail::Error(error)) => return Err(error),
                 Err(Fail::Stall(stall)) => {
                     drop(meta);
-                    self.hold(&mut held, &[missing(stall)])?;
+                    let address = missing(stall);
+                    held.blocks.insert(address, self.load(address)?);
                 }
             }
         };
+        if with_inodes {
+            self.preload_inodes(&found, &mut held)?;
+        }
+        Ok(held)
+    }
+
+    fn preload_inodes(&self, of: &[DirEntry], held: &mut Preloaded) -> Result<(), FsError> {
+        let mut damaged = FxHashSet::default();
         loop {
             let mut absent: Vec<u64> = Vec::new();
             let meta = self.meta.read();
-            let blocks = Holding { meta: &meta, held: RefCell::new(&mut held) };
-            for entry in &found {
+            let blocks = Holding { meta: &meta, held: RefCell::new(held) };
+            for entry in of {
                 match tree::get(&blocks, Key::inode(entry.ino)) {
-                    Ok(_) => {}
+                    Ok(_) | Err(Fail::Error(FsError::Corrupt(_))) => {}
                     Err(Fail::Error(error)) => return Err(error),
                     Err(Fail::Stall(stall)) => absent.push(missing(stall)),
                 }
             }
             drop(meta);
-            if absent.is_empty() {
-                return Ok(held);
-            }
             absent.sort_unstable();
             absent.dedup();
-            self.hold(&mut held, &absent)?;
+            absent.retain(|address| !damaged.contains(address));
+            if absent.is_empty() {
+                return Ok(());
+            }
+            let together = self.load_all(&absent);
+            match together {
+                Ok(loaded) => held.blocks.extend(absent.into_iter().zip(loaded)),
+                Err(FsError::Corrupt(_)) => {
+                    for address in absent {
+                        match self.load(address) {
+                            Ok(loaded) => _ = held.blocks.insert(address, loaded),
+                            Err(FsError::Corrupt(_)) => _ = damaged.insert(address),
+                            Err(error) => return Err(error),
+                        }
+                    }
+                }
+                Err(error) => return Err(error),
+            }
         }
-    }
-
-    fn hold(&self, held: &mut Preloaded, addresses: &[u64]) -> Result<(), FsError> {
-        let loaded = self.load_all(addresses)?;
-        held.blocks.extend(addresses.iter().copied().zip(loaded));
-        Ok(())
     }
 }
 

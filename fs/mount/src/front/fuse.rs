@@ -18,7 +18,7 @@ use super::attr;
 use super::caller::Caller;
 use super::kernel::KernelCache;
 use super::messages;
-use super::operations::names::Listing;
+use super::operations::listing::Listing;
 use super::resources::turns::Owner;
 use super::settings::Settings;
 use super::shared::Front;

@@ -14,6 +14,7 @@ use super::kernel::{Lookups, MountState};
 use super::operations::appends::LateFragments;
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::{Endpoint, serving_threads};
+use super::resources::listing_budget::ListingBudget;
 use super::resources::removals::Removals;
 use super::resources::request_budget::RequestBudget;
 use super::resources::snapshot_budget::SnapshotBudget;
@@ -73,6 +74,7 @@ impl Session {
             transfers,
             plan_budget: Arc::default(),
             snapshot_budget: SnapshotBudget::default(),
+            listing_budget: ListingBudget::new(settings.cache),
             direct: Endpoint::new(&fs, settings, serving_threads)?,
             mount_state: MountState::new()?,
             kernel: OnceLock::new(),

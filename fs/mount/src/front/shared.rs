@@ -13,6 +13,7 @@ use super::append_order::AppendOrder;
 use super::kernel::{KernelCache, Lookups, MountState};
 use super::resources::device_shares::DeviceShares;
 use super::resources::endpoint::Endpoint;
+use super::resources::listing_budget::ListingBudget;
 use super::resources::plan_budget::PlanBudget;
 use super::resources::removals::Removals;
 use super::resources::request_budget::RequestBudget;
@@ -38,6 +39,7 @@ pub(crate) struct Front {
     pub(crate) device_shares: Arc<DeviceShares>,
     pub(crate) plan_budget: Arc<PlanBudget>,
     pub(crate) snapshot_budget: SnapshotBudget,
+    pub(crate) listing_budget: ListingBudget,
     pub(crate) direct: Endpoint,
     pub(crate) mount_state: Arc<MountState>,
     /// Set once the mount exists.

@@ -4,6 +4,7 @@
 pub(super) mod appends;
 mod coherence;
 pub(super) mod files;
+pub(super) mod listing;
 pub(super) mod names;
 mod removal;
 mod xattr;

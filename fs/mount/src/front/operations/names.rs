@@ -4,27 +4,16 @@ use std::sync::Arc;
 
 use gpunvme_engine::Inode;
 
+use super::listing::{Listing, Reading};
 use crate::front::caller::Caller;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use gpunvme_engine::data::{Filesystem, Settling};
 use gpunvme_engine::error::{Attempt, Fail, FsError};
-use gpunvme_engine::volume::{Attributes, DirEntry, NewNode, RenameMode, SetAttributes};
-
-/// Entries of a directory that are fetched at once.
-const BATCH: usize = 64;
+use gpunvme_engine::volume::{Attributes, NewNode, RenameMode, SetAttributes};
 
 /// Permissions of a program that runs with the privileges of its group.
 pub(super) const SET_GROUP_ID_PROGRAM: u32 = libc::S_ISGID | libc::S_IXGRP;
-
-/// A listing that takes the entries of a directory.
-pub(crate) trait Listing: Send + 'static {
-    /// Whether entries need their attributes.
-    const ATTRIBUTES: bool;
-
-    /// Takes an entry; false when there is no room for it.
-    fn add(&mut self, entry: &DirEntry, attributes: Option<&Attributes>) -> bool;
-}
 
 impl Front {
     /// The node behind a name; none if it does not exist. The kernel asks for `.` and `..` when it
@@ -263,7 +252,7 @@ impl Front {
         listing: L,
         done: impl FnOnce(L, Result<(), FsError>) + Send + 'static,
     ) {
-        let mut reading = Reading { front: self.clone(), dir, cookie, started: false, listing };
+        let mut reading = Reading::new(self.clone(), dir, cookie, listing);
         match reading.fill() {
             Ok(()) => done(reading.listing, Ok(())),
             Err(Fail::Error(error)) => done(reading.listing, Err(error)),
@@ -274,10 +263,6 @@ impl Front {
         }
     }
 }
-
-/// Entries whose inodes are brought into memory together: several requests' worth, so that the
-/// device is asked rarely.
-const PRELOAD: usize = 1024;
 
 /// The bits that a file loses when the caller changes it: its set-user-id bit, and its
 /// set-group-id bit where its group can execute it or the caller is not in that group
@@ -299,96 +284,6 @@ fn new_mode(fs: &Filesystem, caller: &Caller, directory: u64, mode: u32) -> Atte
     let directory = fs.attributes(directory)?.inode;
     let gets_its_group = directory.mode & libc::S_ISGID != 0;
     Ok(if gets_its_group && !caller.is_in_group(directory.gid) { mode & !libc::S_ISGID } else { mode })
-}
-
-/// State of reading a directory.
-struct Reading<L> {
-    front: Arc<Front>,
-    dir: u64,
-    /// Cookie of the last entry in the listing.
-    cookie: u64,
-    /// Whether the listing has an entry.
-    started: bool,
-    listing: L,
-}
-
-impl<L: Listing> Reading<L> {
-    /// As `fill`, waiting for the device.
-    fn fill_waiting(&mut self) -> Result<(), FsError> {
-        let mut filled = self.fill();
-        while let Err(Fail::Stall(_)) = filled {
-            // What is not in memory is all that it can need.
-            let _held = self.front.fs.preload_dir(self.dir, self.cookie, PRELOAD)?;
-            filled = self.fill();
-        }
-        match filled {
-            Err(Fail::Error(error)) => Err(error),
-            _ => Ok(()),
-        }
-    }
-
-    /// Continues until the listing is full or the directory is at its end. Entries before an error
-    /// make a listing of their own: the reader meets the error when it asks for more.
-    fn fill(&mut self) -> Attempt<()> {
-        match self.add_entries() {
-            Err(Fail::Error(_)) if self.started => Ok(()),
-            filled => filled,
-        }
-    }
-
-    fn add_entries(&mut self) -> Attempt<()> {
-        let front = self.front.clone();
-        loop {
-            let entries = front.fs.read_dir(self.dir, self.cookie, BATCH)?;
-            let Some(last) = entries.last() else { return Ok(()) };
-            let inos: Vec<u64> = entries.iter().filter(|_| L::ATTRIBUTES).map(|entry| entry.ino).collect();
-            let mut found = front.fs.all_attributes(&inos).into_iter();
-            let (mut ready, mut fail) = (Vec::with_capacity(entries.len()), None);
-            for entry in &entries {
-                match found.next().transpose() {
-                    Ok(attributes) => ready.push((entry, attributes)),
-                    // Removed since the entry was read: it is not in the directory any more.
-                    Err(Fail::Error(FsError::NotFound)) => {}
-                    Err(other) => {
-                        fail = Some(other);
-                        break;
-                    }
-                }
-            }
-            if !self.add_all(&ready) {
-                return Ok(());
-            }
-            match fail {
-                Some(fail) => return Err(fail),
-                None => self.cookie = last.cookie,
-            }
-        }
-    }
-
-    /// Adds entries. Returns whether there was room for all.
-    fn add_all(&mut self, entries: &[(&DirEntry, Option<Attributes>)]) -> bool {
-        let is_own = |(entry, _): &&(&DirEntry, _)| !L::ATTRIBUTES || matches!(&entry.name[..], b"." | b"..");
-        // `.` and `..` come first.
-        let (own, others) = entries.split_at(entries.iter().take_while(is_own).count());
-        // Counted first: the listing cannot take an entry back.
-        let inos: Vec<u64> = others.iter().map(|(entry, _)| entry.ino).collect();
-        let counted = self.front.lookups.look_up_all(&inos);
-        let counts = std::iter::repeat_n(None, own.len()).chain(counted.into_iter().map(Some));
-        let mut full = false;
-        for ((entry, attributes), counted) in entries.iter().zip(counts) {
-            // It is being removed.
-            if counted == Some(false) {
-                continue;
-            }
-            full = full || !self.listing.add(entry, attributes.as_ref());
-            if !full {
-                (self.cookie, self.started) = (entry.cookie, true);
-            } else if counted.is_some() {
-                self.front.forget([(entry.ino, 1)].into_iter());
-            }
-        }
-        !full
-    }
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 pub(super) mod device_shares;
 pub(super) mod endpoint;
+pub(super) mod listing_budget;
 pub(super) mod plan_budget;
 pub(super) mod removals;
 pub(super) mod request_budget;
