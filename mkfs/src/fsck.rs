@@ -404,9 +404,10 @@ impl Report {
             n => text += &format!("{device}: {n} inodes had no name any more; they are in /lost+found\n"),
         }
         let used = self.blocks - self.free_blocks;
+        let inodes = if self.inodes == 1 { "1 inode".to_owned() } else { format!("{} inodes", self.inodes) };
         text += &match self.left > 0 && self.counts.contains_key(Kind::State.name()) {
             true => format!("{device}: {verdict}; how much is in use is not known before that is mended\n"),
-            false => format!("{device}: {verdict}, {} inodes, {used}/{} blocks\n", self.inodes, self.blocks),
+            false => format!("{device}: {verdict}, {inodes}, {used}/{} blocks\n", self.blocks),
         };
         if self.left > 0 {
             text += &format!("{device}: {advice}\n");

@@ -228,6 +228,10 @@ const FLAGS: &[(&str, MountFlags, MountFlags)] = {
         ("nodiratime", MountFlags::NODIRATIME, NONE),
         ("lazytime", MountFlags::LAZYTIME, NONE),
         ("nolazytime", NONE, MountFlags::LAZYTIME),
+        ("symfollow", NONE, MountFlags::NOSYMFOLLOW),
+        ("nosymfollow", MountFlags::NOSYMFOLLOW, NONE),
+        ("silent", MountFlags::SILENT, NONE),
+        ("loud", NONE, MountFlags::SILENT),
     ]
 };
 

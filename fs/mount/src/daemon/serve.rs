@@ -207,6 +207,7 @@ fn open(options: &Options, mode: OpenMode) -> Result<Arc<dyn BlockDevice>, Mount
 fn failed(options: &Options, error: &FsError) -> MountError {
     MountError::Failed(match error {
         FsError::Corrupt(Corrupt::Superblock(why)) => why.clone(),
+        FsError::Corrupt(why) => format!("damaged volume: {why}; run fsck.gpunvme"),
         error => reason(&options.device, error),
     })
 }

@@ -175,10 +175,14 @@ impl Partial {
             Err(error) if path.is_none() && error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
             Err(error) => return Err(MountError::Usage(format!("{}: {error}", file.display()))),
         };
-        toml::from_str(&text).map_err(|error| {
+        let settings: Self = toml::from_str(&text).map_err(|error| {
             let line = error.span().map_or(1, |span| 1 + text[..span.start].matches('\n').count());
             MountError::Usage(format!("{}:{line}: {}", file.display(), error.message()))
-        })
+        })?;
+        // Here it is known where a value comes from.
+        let complete = settings.clone().complete(true, 1);
+        complete.map_err(|error| MountError::Usage(format!("{}: {error}", file.display())))?;
+        Ok(settings)
     }
 
     /// These settings, and those of `lower` where these leave something open.
@@ -304,6 +308,8 @@ mod tests {
         assert!(negative.starts_with("FILE:1: a size cannot be negative"), "{negative}");
         let kind = config("threads = 2\nro = 1\n").unwrap_err();
         assert!(kind.starts_with("FILE:2: invalid type"), "{kind}");
+        let range = config("commit = 900\n").unwrap_err();
+        assert!(range.starts_with("FILE: commit=900 is out of range"), "{range}");
         let syntax = config("ro = true\n\ncache 1G\n").unwrap_err();
         assert!(syntax.starts_with("FILE:3: "), "{syntax}");
     }

@@ -64,9 +64,8 @@ pub(super) fn others(device: &str, copies: &Copies) -> Result<Vec<String>, Strin
             return Err(set::unknown(own, device, newest.map_or("the others", |(name, _)| name)));
         }
     }
-    let missing: Vec<u16> = (0..count).filter(|number| members[usize::from(*number)].is_none()).collect();
-    if !missing.is_empty() {
-        let lacks = set::lacks(own, count, &missing);
+    let there: Vec<(u16, &str)> = (0..).zip(&members).filter_map(|(n, one)| one.map(|(name, _)| (n, &name[..]))).collect();
+    if let Some(lacks) = set::lacks(own, count, &there) {
         return Err(match &unusable[..] {
             [] => lacks,
             unusable => format!("{lacks}. Members of this or another volume that cannot be used: {}", unusable.join("; ")),

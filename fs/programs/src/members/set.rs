@@ -71,10 +71,9 @@ pub(super) fn judge(devices: Vec<(String, Arc<dyn BlockDevice>, Option<Copies>)>
         }
     }
     found.sort_by_key(|(_, _, copies)| copies.any().number());
-    let has = |number: &u16| found.iter().any(|(_, _, copies)| copies.any().number() == *number);
-    let missing: Vec<u16> = (0..place.members).filter(|number| !has(number)).collect();
-    if !missing.is_empty() {
-        return Err(lacks(found[0].2.any(), place.members, &missing));
+    let there: Vec<(u16, &str)> = found.iter().map(|(name, _, copies)| (copies.any().number(), &name[..])).collect();
+    if let Some(lacks) = lacks(found[0].2.any(), place.members, &there) {
+        return Err(lacks);
     }
     let all: Vec<(&str, &Copies)> = found.iter().map(|(name, _, copies)| (&name[..], copies)).collect();
     let (current, highest) = same_generation(&all)?;
@@ -147,15 +146,20 @@ pub(super) fn unknown(member: &Member, name: &str, newer: &str) -> String {
     )
 }
 
-/// The message where some of `count` members are missing.
-pub(super) fn lacks(member: &Member, count: u16, missing: &[u16]) -> String {
-    let numbers: Vec<String> = missing.iter().map(|number| (number + 1).to_string()).collect();
+/// The message where not all of `count` members are there; these are, by number and name.
+pub(super) fn lacks(member: &Member, count: u16, there: &[(u16, &str)]) -> Option<String> {
+    let is_there = |number: &u16| there.iter().any(|(other, _)| other == number);
+    let missing: Vec<String> = (0..count).filter(|number| !is_there(number)).map(|number| (number + 1).to_string()).collect();
     let (noun, verb) = if missing.len() == 1 { ("member", "is") } else { ("members", "are") };
-    format!(
-        "{noun} {} of the {count} of volume {} {verb} missing; attach what is missing, or name it with -o device=NAME (fsck.gpunvme: --with NAME)",
-        numbers.join(", "),
-        volume_name(member)
-    )
+    let there: Vec<String> = there.iter().map(|(number, name)| format!("{} is {name}", number + 1)).collect();
+    (!missing.is_empty()).then(|| {
+        format!(
+            "{noun} {} of the {count} of volume {} {verb} missing ({}); attach what is missing, or name it with -o device=NAME (fsck.gpunvme: --with NAME)",
+            missing.join(", "),
+            volume_name(member),
+            there.join(", ")
+        )
+    })
 }
 
 fn volume_name(member: &Member) -> String {
