@@ -382,9 +382,10 @@ mod tests {
     #[test]
     fn kernel_flags_are_collected_and_userspace_options_ignored() {
         let list =
-            "defaults,noauto,nofail,_netdev,user,x-systemd.requires=network.target,comment=mine,nodev,nosuid,noexec,noatime";
+            "defaults,noauto,nofail,_netdev,user,x-systemd.requires=network.target,comment=mine,nodev,nosuid,noexec,noatime,nosymfollow";
         let options = parse(&["dev", "/data", "-o", list]).unwrap();
-        let expected = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NOATIME;
+        let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NOATIME;
+        let expected = flags | MountFlags::NOSYMFOLLOW;
         assert_eq!(options.flags, expected);
     }
 
