@@ -21,6 +21,8 @@ const BLOCK_MEMORY: usize = BLOCK_SIZE + 128;
 const LIMIT_MIN: usize = 256;
 /// One in so many of the given blocks stays, however much memory other users take.
 const KEPT: usize = 4;
+/// Places in the clock of blocks that are gone, beside as many as there are blocks.
+const GONE_MAX: usize = 1024;
 /// Dropped blocks that are kept for the next ones.
 const SPARE_MAX: usize = 64;
 
@@ -129,6 +131,9 @@ impl Cache {
     pub fn put(&mut self, address: u64, block: Arc<Block>) -> &mut Entry {
         if !self.entries.contains_key(&address) {
             self.make_room();
+            if self.clock.len() > 2 * self.entries.len() + GONE_MAX {
+                self.forget_gone();
+            }
             self.clock.push_back(address);
         }
         let entry = self.entries.entry(address).or_insert_with(|| Entry {
@@ -156,6 +161,13 @@ impl Cache {
         };
         self.put(address, copy.clone());
         copy
+    }
+
+    /// Takes blocks out of the clock that were removed, and all but one place of those that came
+    /// back. Where there is room for all blocks, nothing else does.
+    fn forget_gone(&mut self) {
+        let mut seen = FxHashSet::default();
+        self.clock.retain(|address| self.entries.contains_key(address) && seen.insert(*address));
     }
 
     /// Forgets a block.
@@ -233,6 +245,20 @@ mod tests {
 
     fn block(address: u64) -> Arc<Block> {
         Arc::new(Block::new(BlockKind::Node, address, &[0; 16]))
+    }
+
+    #[test]
+    fn blocks_that_come_and_go_leave_nothing_behind() {
+        let mut cache = Cache::new(0);
+        for address in 0..100_000 {
+            cache.put(1000 + address % 7, block(1000 + address % 7));
+            cache.put(2000, block(2000));
+            cache.remove(1000 + address % 7);
+            cache.remove(2000);
+        }
+        assert!(cache.clock.len() <= GONE_MAX + 16, "{} places for {} blocks", cache.clock.len(), cache.len());
+        cache.put(3000, block(3000));
+        assert!(cache.get(3000).is_some());
     }
 
     #[test]

@@ -381,8 +381,7 @@ mod tests {
 
     #[test]
     fn kernel_flags_are_collected_and_userspace_options_ignored() {
-        let list =
-            "defaults,noauto,nofail,_netdev,user,x-systemd.requires=network.target,comment=mine,nodev,nosuid,noexec,noatime,nosymfollow";
+        let list = "defaults,noauto,nofail,_netdev,user,x-systemd.requires=network.target,comment=mine,nodev,nosuid,noexec,noatime,nosymfollow";
         let options = parse(&["dev", "/data", "-o", list]).unwrap();
         let flags = MountFlags::NODEV | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::NOATIME;
         let expected = flags | MountFlags::NOSYMFOLLOW;
