@@ -287,6 +287,24 @@ fn an_unmount_takes_no_longer_than_its_daemon() {
 }
 
 #[test]
+fn an_unmount_of_what_is_in_use_says_that_its_daemon_is_dead() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let user = File::open(volume.root()).unwrap();
+    let busy = |said: Output| (said.status.code(), text(&said));
+    let (code, alive) = busy(unmount_by_helper(volume.image()));
+    assert!(code == Some(32) && !alive.contains("dead"), "{alive}");
+    rustix::process::kill_process(volume.daemon(), Signal::KILL).unwrap();
+    rustix::process::waitpid(Some(volume.daemon()), WaitOptions::empty()).unwrap();
+    let (code, dead) = busy(unmount_by_helper(volume.image()));
+    assert!(code == Some(32) && dead.contains("its daemon is dead") && dead.contains("umount -l"), "{dead}");
+    drop(user);
+    let said = unmount_by_helper(volume.image());
+    assert_eq!(text(&said), "exit status: 0: ");
+    volume.abandon();
+}
+
+#[test]
 fn an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data() {
     needs_mount!();
     let test = "an_unmount_of_a_block_device_that_a_killed_daemon_left_is_none_of_lost_data";

@@ -280,6 +280,12 @@ impl ReleaseError {
             (ReleaseError::System(Errno::BUSY), _) if force => {
                 "cut off, and still mounted, since files are open there; `umount -l` takes it away".to_owned()
             }
+            (ReleaseError::System(Errno::BUSY), _) if is_dead(mount, GLANCE_LIMIT) == Some(Found::Yes) => {
+                let dir = mount.dir.display();
+                format!(
+                    "its daemon is dead, and a process has it in use; `fuser -vm {dir}` shows which, `umount -l` takes it away"
+                )
+            }
             (error, _) => error.errno().to_string(),
         }
     }
