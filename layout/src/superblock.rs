@@ -195,6 +195,12 @@ impl Superblock {
         recognize(bytes)
     }
 
+    /// Whether something else lies in the place of a superblock: neither one of whatever state, nor
+    /// nothing.
+    pub fn is_displaced(block: &Block) -> bool {
+        !block.has_magic() && block.bytes().iter().any(|byte| *byte != 0)
+    }
+
     /// Whether the block is a superblock as it was written to `address`, of whatever version.
     pub fn is_intact(block: &Block, address: u64) -> bool {
         let is_one = Self::recognize(block.bytes()) && block.expect(BlockKind::Superblock).is_ok();

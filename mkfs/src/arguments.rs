@@ -4,7 +4,7 @@ use clap::Parser;
 use gpunvme_layout::BLOCK_SIZE;
 use gpunvme_layout::member::{MEMBERS_MAX, UNIT_RANGE};
 use gpunvme_programs::completions::{Completions, Printed};
-use gpunvme_programs::names::{NewUuid, label};
+use gpunvme_programs::names::{self, label};
 use uuid::Uuid;
 
 /// Formats a device as a gpunvme volume, or several as one. Everything on them is lost.
@@ -59,11 +59,7 @@ fn unit(text: &str) -> Result<u32, String> {
 }
 
 fn uuid(text: &str) -> Result<Uuid, String> {
-    match text.parse()? {
-        NewUuid::Given(uuid) => Ok(uuid),
-        NewUuid::Random => Ok(Uuid::new_v4()),
-        NewUuid::Restore => Err("a new volume has no other UUID than the one that it gets".to_owned()),
-    }
+    if text == "random" { Ok(Uuid::new_v4()) } else { names::uuid(text, "random") }
 }
 
 #[cfg(test)]

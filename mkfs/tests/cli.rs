@@ -116,6 +116,23 @@ fn a_volume_that_lost_both_ends_is_refused_and_mended() {
     assert_eq!(image.superblock().unwrap().names.label, "precious");
 }
 
+/// To mend it would take the other filesystem away.
+#[test]
+fn what_is_left_below_another_filesystem_is_no_volume() {
+    let image = Image::new(64 * MIB);
+    stdout(&image.mkfs(&[]));
+    let file = OpenOptions::new().write(true).open(&image.path).unwrap();
+    file.write_all_at(&[0; 4096], 64 * MIB - 4096).unwrap();
+    let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap());
+    let made = Command::new("mkswap").env("PATH", &path).args(["-f", "-L", "my swap"]).arg(&image.path).output().unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let why = refusal(&image.mkfs(&[]), &image.path);
+    assert!(why.starts_with("carries a filesystem or volume of type swap"), "{why}");
+    let device = open(image.path.to_str().unwrap(), OpenMode::ReadOnly).unwrap();
+    let why = gpunvme_engine::is_clean(&device).unwrap_err().to_string();
+    assert!(!why.contains("fsck.gpunvme -p"), "{why}");
+}
+
 #[test]
 fn fsck_says_of_a_volume_whether_it_was_unmounted() {
     let image = Image::new(64 * MIB);

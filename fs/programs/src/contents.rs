@@ -78,11 +78,14 @@ fn find_own(device: &Arc<dyn BlockDevice>) -> gpunvme_blockdev::Result<Option<Co
         region.read_at(0, &mut bytes)?;
         gpunvme_blockdev::Result::Ok(Block::from_bytes(&bytes))
     };
-    let first = read(SUPERBLOCK)?;
-    for address in [SUPERBLOCK, blocks - 1].into_iter().chain(Geometry::middle_superblock(blocks)) {
-        let block = read(address)?;
-        if let Some(identity) = Superblock::identify(&block, address) {
-            let is_member = Member::is_one(&block, address);
+    let (first, last) = (read(SUPERBLOCK)?, read(blocks - 1)?);
+    // Where something else was made since, what lies in the middle is only a trace.
+    let place = Geometry::middle_superblock(blocks).filter(|_| !Superblock::is_displaced(&first));
+    let middle = place.and_then(|address| Some((read(address).ok()?, address)));
+    let copies = [(&first, SUPERBLOCK), (&last, blocks - 1)].into_iter().chain(middle.as_ref().map(|(block, at)| (block, *at)));
+    for (block, address) in copies {
+        if let Some(identity) = Superblock::identify(block, address) {
+            let is_member = Member::is_one(block, address);
             return Ok(Some(Contents {
                 what: if is_member { "one of the devices of a gpunvme volume" } else { "a gpunvme volume" }.to_owned(),
                 label: Some(identity.label).filter(|label| !label.is_empty()),

@@ -55,12 +55,20 @@ impl FromStr for NewUuid {
         match text {
             "random" => Ok(NewUuid::Random),
             "restore" => Ok(NewUuid::Restore),
-            text => match text.parse::<uuid::Uuid>() {
-                Ok(uuid) if uuid.is_nil() => Err("a UUID of zeros tells no volume from another".to_owned()),
-                Ok(uuid) => Ok(NewUuid::Given(uuid)),
-                Err(error) => Err(format!("random, restore or a UUID is expected: {error}")),
-            },
+            text => uuid(text, "random, restore").map(NewUuid::Given),
         }
+    }
+}
+
+/// A UUID that a volume may have, given in place of these words.
+///
+/// # Errors
+/// A text: it is none, or of zeros.
+pub fn uuid(text: &str, words: &str) -> Result<uuid::Uuid, String> {
+    match text.parse::<uuid::Uuid>() {
+        Ok(uuid) if uuid.is_nil() => Err("a UUID of zeros tells no volume from another".to_owned()),
+        Ok(uuid) => Ok(uuid),
+        Err(error) => Err(format!("{words} or a UUID is expected: {error}")),
     }
 }
 

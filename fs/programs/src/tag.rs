@@ -35,7 +35,7 @@ pub fn identify(device: &Path) -> io::Result<Option<(Identity, Option<Uuid>)>> {
     if let Some(found) = identify(&first, Superblock::ADDRESS) {
         return Ok(Some(found));
     }
-    if !first.has_magic() && first.bytes().iter().any(|byte| *byte != 0) {
+    if Superblock::is_displaced(&first) {
         return Ok(None);
     }
     Ok(identify(&read(&file, blocks - 1)?, blocks - 1))

@@ -299,7 +299,7 @@ fn mount_8_finds_the_helper_and_fstab_works() {
         mount -T "$SBIN/fstab" "$DIR"
         test "$(cat "$DIR/file")" = "through mount"
         mount -o remount,rw "$DIR" 2>"$SBIN/refused" && exit 1
-        grep -q "read-only since it was mounted" "$SBIN/refused"
+        grep -q "is read-only: it was mounted so" "$SBIN/refused"
         grep -q "$DIR fuse.gpunvme ro" /proc/self/mounts
         umount "$DIR"
     "#;

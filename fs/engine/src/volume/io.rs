@@ -45,6 +45,10 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
                 tracing::warn!(%error, "the first superblock is damaged; using the copy at the end of the device");
                 Ok(superblock)
             }
+            // Where something else was made since, what lies in the middle is only a trace.
+            Err(_) if read_blocks(io, Superblock::ADDRESS, 1).is_ok_and(|first| Superblock::is_displaced(&first[0])) => {
+                Err(error)
+            }
             Err(_) => match Geometry::middle_superblock(device_blocks).map(read) {
                 Some(Ok(_)) => Err(Corrupt::Superblock(ONLY_A_COPY.into()).into()),
                 _ => Err(error),

@@ -41,7 +41,7 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
         // The mount's flags and the daemon's behaviour have to agree.
         mount_remount(&path, flags | MountFlags::RDONLY, "").map_err(|error| failed(&error))?;
         return Err(failed(
-            &"is read-only since it was mounted, or since a write to its device failed, of which journalctl -t mount.gpunvme tells: unmount it first",
+            &"is read-only: it was mounted so, or its device failed (journalctl -t mount.gpunvme says why); unmount it first",
         ));
     }
     if read_only {
