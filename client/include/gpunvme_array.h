@@ -239,6 +239,7 @@ template <class T> class array {
 		static_assert((sizeof(T) & (sizeof(T) - 1)) == 0, "no element lies on two pages");
 		int status = !asks ? 0 : index < size() && sizeof(T) >> page_bits <= 1 ? int(wanted) : int(invalid);
 		u64 page = index * sizeof(T) >> page_bits, since = 0;
+		u32 pinned = detail::none;
 		GPUNVME_ROLLED
 		for (;;) {
 			bool used = use(status == wanted, page, index, access, group);
@@ -246,11 +247,18 @@ template <class T> class array {
 				detail::count(&here()->hits, 1);
 				status = 0;
 			}
+			if (pinned != detail::none && (status != wanted || !is_of(detail::load(words + pinned), page))) {
+				detail::add_release(words + pinned, -detail::one_user);
+				pinned = detail::none;
+			}
 			if (group.first(status == wanted) == detail::none)
 				return status;
 			if (group.first(used) != detail::none)
 				since = 0; /* others bring what is wanted */
-			bring(page, index, &status, access, &since, group);
+			bool has_room = false;
+			if (status == wanted && pinned == detail::none)
+				pinned = pin(page, &has_room);
+			bring(page, index, has_room, &status, access, &since, group);
 		}
 	}
 
@@ -285,6 +293,28 @@ template <class T> class array {
 		return there;
 	}
 
+	/*
+	 * Counts a thread into the frame to which another group brings its page, or has brought it by now:
+	 * so that the page stays until this thread has used it. Without that, pages that many wait for
+	 * would go for those that others wait for, before all have come to look. If there is none, says
+	 * whether the page seems to have room.
+	 */
+	GPUNVME_OUTLINE GPUNVME_FN u32 pin(u64 page, bool *has_room) const
+	{
+		u32 first = set_of(page) * ways;
+		GPUNVME_ROLLED
+		for (u32 frame = first; frame < first + ways; frame++) {
+			u64 word = detail::load(words + frame);
+			if (is_of(word, page)) {
+				if (is_of(detail::add_acquire(words + frame, detail::one_user), page))
+					return frame;
+				detail::add_release(words + frame, -detail::one_user);
+			}
+			*has_room |= may_go(word);
+		}
+		return detail::none;
+	}
+
 	/* The frame that a page seems to be in. */
 	GPUNVME_FN u32 find(u64 page) const
 	{
@@ -306,6 +336,19 @@ template <class T> class array {
 		return page_of(word) == page && (word & detail::valid) != 0;
 	}
 
+	/* Whether its frame can be another page's: nobody uses it, or waits for it. */
+	GPUNVME_FN static bool may_go(u64 word)
+	{
+		u64 stays = (word & detail::valid) != 0 ? detail::users | detail::busy : u64(detail::busy);
+		return (word & stays) == 0;
+	}
+
+	/* Whether it does, or will when a transfer ends. */
+	GPUNVME_FN static bool is_of(u64 word, u64 page)
+	{
+		return page_of(word) == page && (word & (detail::valid | detail::busy)) != 0;
+	}
+
 	/* A page that a group reads. */
 	struct load {
 		u32 frame;
@@ -314,17 +357,17 @@ template <class T> class array {
 	};
 
 	/*
-	 * Reads pages that threads of the group want, several at once, and does those threads' accesses;
-	 * waits a moment where others read them, or have all frames. A group waits for others only when
-	 * it has no frame of its own.
+	 * Reads pages that threads of the group want, several at once, if they have room, and does those
+	 * threads' accesses; waits a moment where others read them, or have all frames. A group waits for
+	 * others only when it has no frame of its own.
 	 */
 	template <class Access, class Group>
-	GPUNVME_OUTLINE GPUNVME_FN void bring(u64 page, u64 index, int *status, Access &access, u64 *since,
+	GPUNVME_OUTLINE GPUNVME_FN void bring(u64 page, u64 index, bool has_room, int *status, Access &access, u64 *since,
 					      const Group &group) const
 	{
 		load loads[depth];
 		u32 count = 0, written = 0;
-		bool open = *status == wanted, stuck = true;
+		bool open = has_room && *status == wanted, stuck = true;
 		GPUNVME_ROLLED
 		while (count < depth) {
 			u32 member = group.first(open);
@@ -417,7 +460,10 @@ template <class T> class array {
 		group.sync();
 	}
 
-	/* A frame for a page, which is neither there nor on its way; one thread calls it. */
+	/*
+	 * A frame for a page, which is neither there nor on its way; one thread calls it. Who finds the set
+	 * locked comes again: its group may have frames by now that others wait for.
+	 */
 	GPUNVME_OUTLINE GPUNVME_FN detail::reservation reserve(u64 page) const
 	{
 		detail::reservation made = {detail::full, 0, 0};
@@ -427,8 +473,8 @@ template <class T> class array {
 			return made;
 		}
 		detail::set *set = sets + set_of(page);
-		while (detail::load(&set->lock) != 0 || detail::exchange(&set->lock, 1) != 0)
-			detail::pause();
+		if (detail::load(&set->lock) != 0 || detail::exchange(&set->lock, 1) != 0)
+			return made;
 		if (is_present(page, first)) {
 			made.what = detail::present;
 		} else {
@@ -448,8 +494,7 @@ template <class T> class array {
 		bool found = false;
 		GPUNVME_ROLLED
 		for (u32 frame = first; frame < first + ways; frame++) {
-			u64 word = detail::load(words + frame);
-			found |= page_of(word) == page && (word & (detail::valid | detail::busy)) != 0;
+			found |= is_of(detail::load(words + frame), page);
 		}
 		return found;
 	}

@@ -21,9 +21,10 @@ pub struct Arguments {
     /// UUID of the volume; `random`, which is the default, is a new one
     #[arg(short = 'U', long, value_parser = uuid)]
     pub uuid: Option<Uuid>,
-    /// What lies on one of several devices before the next: 64K to 16M, a power of two
-    #[arg(long, value_parser = unit, default_value = "128K", value_name = "SIZE")]
-    pub unit: u32,
+    /// What lies on one of several devices before the next: 64K to 16M, a power of two; 128K unless
+    /// given
+    #[arg(long, value_parser = unit, value_name = "SIZE")]
+    pub unit: Option<u32>,
     /// Make a volume that can be given further devices while it is mounted, as one of several can,
     /// of one device
     #[arg(long)]
@@ -64,7 +65,6 @@ fn uuid(text: &str) -> Result<Uuid, String> {
 
 #[cfg(test)]
 mod tests {
-    use gpunvme_layout::member::UNIT_DEFAULT;
     use gpunvme_layout::superblock::LABEL_MAX;
 
     use super::*;
@@ -79,7 +79,7 @@ mod tests {
         let short = parse(&["-L", "data", "-U", uuid, "-f", "-n", "-q", "/dev/x"]).unwrap();
         let long = parse(&["/dev/x", "--label", "data", "--uuid", uuid, "--force", "--dry-run", "--quiet"]).unwrap();
         for arguments in [short, long] {
-            assert_eq!((&arguments.devices[..], arguments.unit), (&["/dev/x".to_owned()][..], UNIT_DEFAULT));
+            assert_eq!((&arguments.devices[..], arguments.unit), (&["/dev/x".to_owned()][..], None));
             assert_eq!(arguments.label, "data");
             assert_eq!(arguments.uuid.unwrap().to_string(), uuid);
             assert!(arguments.force && arguments.dry_run && arguments.quiet && !arguments.json);
@@ -101,7 +101,7 @@ mod tests {
             assert!(parse(&["/dev/x", "--unit", wrong]).unwrap_err().contains("a unit is 64K"), "{wrong}");
         }
         for (text, blocks) in [("64K", 16), ("256KiB", 64), ("1m", 256), ("16M", 4096), ("65536", 16)] {
-            assert_eq!(parse(&["/dev/x", "--unit", text]).unwrap().unit, blocks);
+            assert_eq!(parse(&["/dev/x", "--unit", text]).unwrap().unit, Some(blocks));
         }
     }
 }

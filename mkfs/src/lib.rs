@@ -22,6 +22,7 @@ use clap::Parser;
 use gpunvme_blockdev::{BlockDevice, OpenMode, path_of, split_names};
 use gpunvme_engine::FormatOptions;
 use gpunvme_layout::geometry::TOTAL_BLOCKS_MIN;
+use gpunvme_layout::member::UNIT_DEFAULT;
 use gpunvme_layout::superblock::Names;
 use gpunvme_layout::{BLOCK_SIZE, Geometry, Member, SetPlace, Striping, Timestamp};
 use gpunvme_programs::claim::reason;
@@ -88,7 +89,11 @@ pub fn make(arguments: &Arguments) -> Result<Report, Refusal> {
     let names: Vec<&str> = arguments.devices.iter().flat_map(|device| split_names(device)).collect();
     let devices = claim_all(&names, arguments.dry_run)?;
     // Of one device the volume is all, unless others may come.
-    let striping = if names.len() > 1 || arguments.growable { Some(striping(&devices, arguments.unit)?) } else { None };
+    let is_striped = names.len() > 1 || arguments.growable;
+    if arguments.unit.is_some() && !is_striped {
+        return Err(Refusal::new(names[0], "--unit is for several devices, or one with --growable"));
+    }
+    let striping = if is_striped { Some(striping(&devices, arguments.unit.unwrap_or(UNIT_DEFAULT))?) } else { None };
     let volume = match &striping {
         Some(striping) => {
             members::stripe(devices.clone(), std::slice::from_ref(striping)).map_err(|why| Refusal::new(&names.join("+"), why))?

@@ -215,7 +215,16 @@ fn a_device_in_use_is_refused_even_with_force() {
 
     let _device = open(image.path.to_str().unwrap(), OpenMode::ReadWrite).unwrap();
     let why = refusal(&image.mkfs(&["-f"]), &image.path);
-    assert!(why.starts_with("in use by another program"), "{why}");
+    let this = format!("(process {})", std::process::id());
+    assert!(why.starts_with("in use by another program: ") && why.contains(&this), "{why}");
+}
+
+#[test]
+fn a_unit_of_a_volume_that_has_none_is_refused() {
+    let image = Image::new(64 * MIB);
+    assert!(refusal(&image.mkfs(&["--unit", "256K"]), &image.path).contains("--growable"));
+    assert!(image.superblock().is_none());
+    stdout(&image.mkfs(&["--unit", "256K", "--growable"]));
 }
 
 #[test]

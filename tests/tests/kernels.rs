@@ -271,6 +271,12 @@ fn arrays_are_what_their_file_is_and_each_page_is_read_once_where_all_have_room(
 }
 
 #[test]
+fn a_page_of_an_array_that_many_wait_for_is_read_for_all_of_them() {
+    needs_mount!();
+    Site::new().run("array_crowded");
+}
+
+#[test]
 fn what_kernels_change_in_an_array_is_in_its_file() {
     needs_mount!();
     let site = Site::new();

@@ -23,8 +23,10 @@ use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 /// Members that share a thread of the kernel, which submits for their queues, where there are
 /// processors for several: with eight members one was busy all the time.
 const MEMBERS_OF_A_THREAD: usize = 4;
-/// Processors for each such thread of all queues of a stripe, at least; but each queue has one.
+/// Processors for each such thread of a queue, and for each of all queues of a stripe, at least; but
+/// each queue has one.
 const PROCESSORS_OF_A_THREAD: usize = 8;
+const PROCESSORS_OF_EACH: usize = 4;
 
 pub(super) struct StripeQueue {
     shared: Arc<Shared>,
@@ -72,7 +74,8 @@ pub(super) fn threads_beside(others: usize) -> usize {
 }
 
 fn threads_of(processors: usize, others: usize) -> usize {
-    (processors / PROCESSORS_OF_A_THREAD).saturating_sub(others).max(1)
+    let left = (processors / PROCESSORS_OF_EACH).saturating_sub(others);
+    (processors / PROCESSORS_OF_A_THREAD).min(left).max(1)
 }
 
 /// Opens a queue of each of these, whose numbers follow those of `before`; busy ones share so many
@@ -399,8 +402,8 @@ mod tests {
             used
         };
         assert_eq!(queues(8, 3), [1, 1, 1]);
-        assert_eq!(queues(16, 4), [2, 1, 1, 1]);
-        assert_eq!(queues(32, 3), [2, 2, 1]);
+        assert_eq!(queues(16, 4), [2, 2, 1, 1]);
+        assert_eq!(queues(32, 5), [2, 2, 2, 2, 1]);
         assert_eq!(queues(128, 4), [2, 2, 2, 2]);
     }
 

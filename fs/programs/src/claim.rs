@@ -15,6 +15,7 @@ use rustix::process::geteuid;
 
 pub use crate::below::has_users;
 use crate::below::{self, Rival};
+use crate::holders;
 use crate::mounts::Mount;
 
 /// How long a daemon that is no longer mounted may take to let go of its device.
@@ -37,12 +38,11 @@ pub enum ClaimError {
     #[error("still mounted on {dir}, by a daemon that was killed; `umount {dir}` ends that", dir = shown(.0))]
     LeftBehind(Mount),
     /// Another process has it, and it is not mounted.
-    #[error(
-        "in use by another program, mounted in another mount namespace, or held by open files of a mount that was cut off \
-             ({} seconds were waited for its release)",
-        RELEASE_LIMIT.as_secs()
-    )]
-    Held,
+    #[error("in use by another program{} ({} seconds were waited for its release)", named(.0), RELEASE_LIMIT.as_secs())]
+    Held(
+        /// Programs that have it open, as far as they can be told.
+        Vec<String>,
+    ),
     /// It is an image file that a loop device has.
     #[error("attached to {}; `losetup -d {}` detaches it", .0.display(), .0.display())]
     Attached(PathBuf),
@@ -153,7 +153,7 @@ fn patiently<T>(
                     None => return Ok(opened),
                 },
             },
-            Err(Error::Busy { .. }) => listed()?.map_or(ClaimError::Held, ClaimError::Mounted),
+            Err(Error::Busy { .. }) => listed()?.map_or(ClaimError::Held(Vec::new()), ClaimError::Mounted),
             Err(Error::Permission { .. }) => return Err(ClaimError::Permission),
             Err(error) => return Err(ClaimError::Device(reason(device, &error))),
         };
@@ -163,6 +163,7 @@ fn patiently<T>(
                 ClaimError::Mounted(mount) if path_of(device).is_some_and(|path| mount.is_left_behind(path)) => {
                     ClaimError::LeftBehind(mount)
                 }
+                ClaimError::Held(_) => ClaimError::Held(path_of(device).map_or_else(Vec::new, holders::of)),
                 refusal => refusal,
             });
         }
@@ -176,6 +177,14 @@ pub fn reason(device: &str, error: &impl ToString) -> String {
     match text.strip_prefix(device).and_then(|rest| rest.strip_prefix(": ")) {
         Some(reason) => reason.to_owned(),
         None => text,
+    }
+}
+
+/// The programs that have a device, or what else it may be.
+fn named(programs: &[String]) -> String {
+    match programs {
+        [] => ", mounted in another mount namespace, or held by open files of a mount that was cut off".to_owned(),
+        programs => format!(": {}", programs.join(", ")),
     }
 }
 

@@ -11,6 +11,7 @@ pub mod claim;
 pub mod completions;
 pub mod contents;
 pub mod dump;
+mod holders;
 pub mod limited;
 pub mod members;
 pub mod mounts;

@@ -408,6 +408,7 @@ int main(int argc, char **argv)
 		{"reads", reads},           {"writes", writes},         {"requests", requests},
 		{"until_closed", until_closed}, {"until_late", until_late}, {"wild_entries", wild_entries},
 		{"wild_completions", wild_completions}, {"host_ends", host_ends}, {"array_gets", array_gets},
+		{"array_crowded", array_crowded},
 		{"array_sets", array_sets}, {"array_holds", array_holds}, {"array_until_closed", array_until_closed},
 		{"array_until_late", array_until_late}, {"array_faults", array_faults}, {"lends", lends},
 		{"faults", faults}, {"power_cut", power_cut}, {"slots", slots},

@@ -80,6 +80,29 @@ static void array_gets(const char *root, const char *path)
 }
 
 /*
+ * Many threads want few pages at once, of which half have room: what one of them reads the others use
+ * before it goes.
+ */
+static void array_crowded(const char *root, const char *path)
+{
+	Site site(root, path, 32, 8192, 0);
+	const unsigned page = 8192, threads = 32, gets = 100;
+	Array<unsigned> array(site, page, 4, 4 * page, false);
+	launch(threads, 1, [&](unsigned block, const Team &) {
+		unsigned long long state = 77 * block + 1;
+		for (unsigned n = 0; n < gets; n++) {
+			unsigned long long index = random_number(&state) % (8 * page / 4);
+			unsigned value = 0, expected;
+			int status = array.kernels.get(index, &value);
+			memcpy(&expected, site.bytes.data() + index * 4, 4);
+			CHECK(status == 0 && value == expected, "element %llu: %d, %x", index, status, value);
+		}
+	});
+	unsigned long long misses = array.stats().misses;
+	CHECK(misses < threads * gets / 3, "%llu misses of %u", misses, threads * gets);
+}
+
+/*
  * Blocks change every element of a file, each its own among those of others, by a cache of a few
  * pages; element n becomes 3 n + 1, behind the file's old end too. The last of them the host
  * flushes.
@@ -242,17 +265,29 @@ static void array_faults(const char *root, const char *path)
 			}
 		}
 	});
-	int status;
-	while ((status = array.kernels.flush(0, 1)) != 0) {
-		CHECK(status == EIO, "%d", status);
-		failed++;
-	}
-	/* The last block of the file is not whole: its write-back comes later, and may fail too. */
+	auto flush = [&] {
+		int status;
+		while ((status = array.kernels.flush(0, 1)) != 0) {
+			CHECK(status == EIO, "%d", status);
+			failed++;
+		}
+	};
+	flush();
+	/* The last block of the file is not whole: its write-back comes later, and may fail too. What is
+	 * lost by that is told here, and written again. */
 	int file = open(path, O_RDONLY | O_CLOEXEC);
 	CHECK(file >= 0, "open: %s", strerror(errno));
 	while (fsync(file) != 0) {
 		CHECK(errno == EIO, "fsync: %s", strerror(errno));
 		failed++;
+		for (unsigned long long index = count / 1024 * 1024; index < count; index++) {
+			int status;
+			while ((status = array.kernels.set(index, unsigned(3 * index + 1))) != 0) {
+				CHECK(status == EIO, "%d", status);
+				failed++;
+			}
+		}
+		flush();
 	}
 	close(file);
 	CHECK(failed > 0, "the device did not fail");

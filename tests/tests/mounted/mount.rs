@@ -256,6 +256,30 @@ fn a_damaged_first_superblock_is_replaced_by_a_copy() {
 }
 
 #[test]
+fn what_may_be_another_filesystem_made_since_is_neither_mounted_nor_mended_unasked() {
+    needs_mount!();
+    let volume = Image::formatted_with(128 << 20).mount();
+    fs::write(volume.path("file"), "kept").unwrap();
+    let image = volume.unmount();
+    let file = OpenOptions::new().write(true).open(image.path()).unwrap();
+    file.write_all_at(&[0x58; 4096], 0).unwrap();
+    drop(file);
+    let bytes = fs::read(image.path()).unwrap();
+    assert_refused(&image.try_mount(""), MOUNT_FAILURE, &["something else lies where the superblock was"]);
+    let fsck = |option: &str| {
+        let output = gpunvme_tests::programs::command("fsck.gpunvme").arg(option).arg(image.path()).output().unwrap();
+        (output.status.code(), text(&output))
+    };
+    let (code, said) = fsck("-p");
+    assert!(code == Some(4) && said.contains("fsck.gpunvme -y"), "{said}");
+    assert!(fs::read(image.path()).unwrap() == bytes, "nothing was written");
+    let (code, said) = fsck("-y");
+    assert_eq!(code, Some(1), "{said}");
+    let volume = image.mount();
+    assert_eq!(fs::read_to_string(volume.path("file")).unwrap(), "kept");
+}
+
+#[test]
 fn a_mount_of_a_huge_sparse_image_is_quick() {
     needs_mount!();
     let image = Image::formatted_with(2 << 40);

@@ -9,6 +9,8 @@ use gpunvme_layout::{FileType, Key};
 pub enum Kind {
     /// A copy of the superblock is damaged, or differs from the one that counts.
     Superblock,
+    /// Something else lies where the first superblock was: another filesystem may have been made.
+    Foreign,
     /// An anchor is damaged.
     Anchor,
     /// The journal cannot be replayed to its end.
@@ -90,6 +92,7 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Kind::Superblock => "superblock",
+            Kind::Foreign => "foreign",
             Kind::Anchor => "anchor",
             Kind::Journal => "journal",
             Kind::State => "state",

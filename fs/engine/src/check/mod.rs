@@ -190,16 +190,18 @@ impl Fsck {
     /// The device failed.
     pub fn repair(&mut self, may: May, progress: Progress) -> Result<Repaired, FsError> {
         let first = self.check(progress)?;
-        if self.abandoned || first.counts.contains_key(&Kind::Journal) && !may(Kind::Journal) {
+        // What may be another filesystem's is not written to.
+        let forbidden = [Kind::Journal, Kind::Foreign].into_iter().any(|kind| first.counts.contains_key(&kind) && !may(kind));
+        if self.abandoned || forbidden {
             return Ok(Repaired { found: first.clone(), left: first, refound: None });
         }
         self.begin()?;
-        if !self.superblocks.is_empty() && may(Kind::Superblock) {
+        if !self.superblocks.is_empty() && (!first.counts.contains_key(&Kind::Superblock) || may(Kind::Superblock)) {
             open::write_superblocks(self.volume.io(), &std::mem::take(&mut self.superblocks))?;
             self.volume.know_front();
         }
         let left = !self.superblocks.is_empty();
-        self.fixed.retain(|kind| kind == Kind::Superblock && left);
+        self.fixed.retain(|kind| matches!(kind, Kind::Superblock | Kind::Foreign) && left);
         let mut tally = Tally::new(first);
         let mut before = Vec::new();
         let mut rounds = 0;

@@ -131,8 +131,13 @@ fn compare_superblocks(io: &Io, superblock: &Superblock, good: &Block, findings:
     let mut wrong = Vec::new();
     for address in superblock.geometry().superblocks() {
         let right = good.moved_to(address);
+        let mut kind = Kind::Superblock;
         let why = match read_blocks(io, address, 1).map(|mut blocks| blocks.swap_remove(0)) {
             Ok(block) if block == right => continue,
+            Ok(block) if address == Superblock::ADDRESS && Superblock::is_displaced(&block) => {
+                kind = Kind::Foreign;
+                "something else is here; if another filesystem was made on the device since, this volume is gone".to_owned()
+            }
             Ok(block) => match Superblock::decode(&block, address, superblock.geometry().total_blocks) {
                 Ok(_) => "differs from the superblock that counts".to_owned(),
                 Err(_) if !Superblock::recognize(block.bytes()) => "no copy of the superblock is here".to_owned(),
@@ -140,7 +145,7 @@ fn compare_superblocks(io: &Io, superblock: &Superblock, good: &Block, findings:
             },
             Err(error) => error.to_string(),
         };
-        findings.add(Kind::Superblock, Place::Block(address), Fix::Elsewhere, || why);
+        findings.add(kind, Place::Block(address), Fix::Elsewhere, || why);
         wrong.push(right);
     }
     Ok(wrong)

@@ -15,6 +15,9 @@ pub(crate) const UNREADABLE_MAX: u64 = 100;
 /// What is said of a volume of which only that copy of the superblock is left.
 const ONLY_A_COPY: &str = "the superblock and its copy at the end are damaged, and the one before the journal is there: \
                            fsck.gpunvme -p mends the others";
+/// What is said of one of which another copy is left, where another filesystem may have been made.
+const DISPLACED: &str = "something else lies where the superblock was, and a copy of it is left: if another filesystem \
+                         was made here since, this volume is gone; else copy the device, then fsck.gpunvme -y mends it";
 
 /// Blocks that [`write_run`] writes at a time.
 const RUN: usize = 64;
@@ -41,20 +44,24 @@ pub(crate) fn read_superblock(io: &Io) -> Result<Superblock, FsError> {
         Err(error) if intact.get() => Err(error),
         // The last copy lies at the end of the device, unless the device grew.
         Err(error) => match read(device_blocks - 1) {
+            Ok(_) if is_displaced(io) => Err(Corrupt::Superblock(DISPLACED.into()).into()),
             Ok(superblock) => {
                 tracing::warn!(%error, "the first superblock is damaged; using the copy at the end of the device");
                 Ok(superblock)
             }
             // Where something else was made since, what lies in the middle is only a trace.
-            Err(_) if read_blocks(io, Superblock::ADDRESS, 1).is_ok_and(|first| Superblock::is_displaced(&first[0])) => {
-                Err(error)
-            }
+            Err(_) if is_displaced(io) => Err(error),
             Err(_) => match Geometry::middle_superblock(device_blocks).map(read) {
                 Some(Ok(_)) => Err(Corrupt::Superblock(ONLY_A_COPY.into()).into()),
                 _ => Err(error),
             },
         },
     }
+}
+
+/// Whether something else lies where the first superblock belongs.
+fn is_displaced(io: &Io) -> bool {
+    read_blocks(io, Superblock::ADDRESS, 1).is_ok_and(|first| Superblock::is_displaced(&first[0]))
 }
 
 /// Checks a block that was read from a device: its header, and what can be said of its content.

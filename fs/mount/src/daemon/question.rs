@@ -103,7 +103,7 @@ impl Question {
                 Ok(()) => Found::Yes,
                 // It went on from what there was.
                 Err(ClaimError::Mounted(_)) => Found::Mounted,
-                Err(ClaimError::Held) => Found::No,
+                Err(ClaimError::Held(_)) => Found::No,
                 Err(error) => Found::Unknown(format!("{device}: {error}")),
             },
             Question::IsClean => {

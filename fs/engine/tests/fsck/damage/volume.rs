@@ -1,6 +1,7 @@
 //! Damage of what a volume consists of: superblocks, anchors, bitmaps, nodes of the tree.
 
 use gpunvme_engine::check::Kind;
+use gpunvme_layout::block::BLOCK_SIZE;
 use gpunvme_layout::geometry::{ANCHORS, STATE};
 use gpunvme_layout::group::{self, ChunkKind, Descriptor};
 use gpunvme_layout::{Key, Kind as ItemKind, node};
@@ -9,6 +10,13 @@ use super::{Case, ROOT, extents, ino, leaf_of_many, lost, same};
 
 pub const CASES: &[Case] = &[
     Case { name: "superblock", kind: Kind::Superblock, damage: |s, _| s.ruin(0), touched: &[], expect: same },
+    Case {
+        name: "another filesystem's first block",
+        kind: Kind::Foreign,
+        damage: |s, _| s.image.write_at(0, &[0x58; BLOCK_SIZE]),
+        touched: &[],
+        expect: same,
+    },
     Case {
         name: "all superblocks but the middle one",
         kind: Kind::Superblock,
