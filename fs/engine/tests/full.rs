@@ -9,9 +9,9 @@ use gpunvme_blockdev::{BlockDevice, Io, Region};
 use gpunvme_blockdev_testing::MemoryDevice;
 use gpunvme_engine::VolumeOptions;
 use gpunvme_engine::data::resize::Allocate;
-use gpunvme_engine::data::{Filesystem, Options};
+use gpunvme_engine::data::{Filesystem, Options, Settling};
 use gpunvme_engine::error::FsError;
-use gpunvme_engine::volume::{Context, NewNode};
+use gpunvme_engine::volume::{Context, NewNode, RenameMode};
 use gpunvme_layout::Timestamp;
 
 use crate::common::{ROOT, Random, Worker, assert_sound, make, open, stepped_by};
@@ -175,6 +175,39 @@ fn names_leave_preallocated_blocks_the_nodes_that_these_need() {
         drop(fs);
         assert_sound(&open(&device).expect("it was closed"), "names beside writes");
     }
+}
+
+/// Longer names take nodes, too.
+#[test]
+fn renames_leave_preallocated_blocks_the_nodes_that_these_need() {
+    let device: Arc<dyn BlockDevice> = MemoryDevice::new(64 << 20);
+    make(&device);
+    let fs = open(&device).expect("it was made");
+    let ino = file(&fs, b"preallocated");
+    let short = |n: u32| format!("{n}");
+    let mut names = 0;
+    while names < 20_000 && had_room(fs.wait(|| fs.create(&WHO, ROOT, short(names).as_bytes(), &FILE))) {
+        names += 1;
+    }
+    let blocks = fill_with_preallocated(&fs, ino);
+    while had_room(fs.wait(|| fs.create(&WHO, ROOT, short(names).as_bytes(), &FILE))) {
+        names += 1;
+    }
+    let renamed = |n: &u32| {
+        let to = format!("{n:0>250}");
+        let by = |settling: &mut Settling| {
+            fs.rename(&WHO, (ROOT, short(*n).as_bytes()), (ROOT, to.as_bytes()), RenameMode::Replace, settling)
+        };
+        let mut settling = Settling::default();
+        had_room(fs.wait(|| by(&mut settling)))
+    };
+    let count = (0..names).filter(renamed).count();
+    assert!(count > 0 && count < names as usize, "{count} of {names} names became longer");
+    for (number, block) in Order::Random.of(blocks).into_iter().enumerate() {
+        assert!(write(&fs, ino, block, Way::Buffered), "write {number} of {}", blocks / 2);
+    }
+    fs.sync_file(ino).expect("what was accepted is not lost");
+    fs.close().expect("nothing was lost");
 }
 
 #[test]

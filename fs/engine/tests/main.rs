@@ -15,6 +15,7 @@ mod full;
 mod hostile;
 mod limits;
 mod listing;
+mod lost;
 mod model;
 mod orders;
 mod orphans;

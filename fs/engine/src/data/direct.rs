@@ -345,8 +345,6 @@ impl Flight {
                 continue;
             }
             state.newer.changed = None;
-            // The last block may be another now.
-            state.allocation.tail_is_zero = false;
             self.placement = Placement::default();
             return Ok(());
         }
@@ -358,6 +356,8 @@ impl Drop for Flight {
         self.fs.unplace(&mut self.placement);
         self.fs.volume.forget_promise(self.promised);
         let mut state = self.file.state.lock();
+        // The device may have done what failed, behind the end of the file too.
+        state.allocation.tail_is_zero &= self.in_place;
         state.end_direct(self.number, &self.direct);
         let is_in_use = state.is_in_use();
         drop(state);

@@ -1,6 +1,7 @@
 //! The filesystem as a front end sees it: the volume's names and attributes, overlaid with the
 //! newer values that memory has of files being written.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -60,6 +61,10 @@ pub struct Filesystem {
     pub(super) completions: Arc<dyn Spawn>,
     /// Whether data of any file was ever lost.
     pub(super) has_lost_data: AtomicBool,
+    /// What lost data since [`Filesystem::sync_all`] told of it.
+    pub(super) untold: Mutex<Option<FsError>>,
+    /// Files that lost data since [`Filesystem::take_lossy`].
+    pub(super) lossy: Mutex<BTreeSet<u64>>,
     /// Held by the thread that finishes what earlier mounts left.
     pub(super) finishing: Mutex<()>,
     /// It was closed, and all of it is on the device.
@@ -94,6 +99,8 @@ impl Filesystem {
             buffers: BufferPool::new(device, READ_BUFFERS),
             completions,
             has_lost_data: AtomicBool::new(false),
+            untold: Mutex::default(),
+            lossy: Mutex::default(),
             written_down: AtomicBool::new(false),
         }))
     }
@@ -353,6 +360,12 @@ impl Filesystem {
         self.has_lost_data.load(Ordering::Relaxed)
     }
 
+    /// The files that lost data since the last call: who keeps their length or content has what the
+    /// volume has not.
+    pub fn take_lossy(&self) -> BTreeSet<u64> {
+        std::mem::take(&mut *self.lossy.lock())
+    }
+
     /// Notes that no process has a file open: an error of it that a caller knows of is forgotten.
     pub fn closed_by_all(&self, ino: u64) {
         let Some(file) = self.files.find(ino) else { return };
@@ -410,6 +423,17 @@ impl Filesystem {
         self.flush_file(ino)?;
         self.unknown_error(ino)?;
         self.volume.commit()
+    }
+
+    /// Writes back what is in memory of all files and makes it, and everything done before, durable.
+    ///
+    /// # Errors
+    /// Also the one that lost data of any file since the last call, whoever was told of that.
+    pub fn sync_all(self: &Arc<Self>) -> Result<(), FsError> {
+        let flushed = self.flush_all();
+        let committed = self.volume.commit();
+        let lost = self.untold.lock().take().map_or(Ok(()), Err);
+        committed.and(flushed).and(lost)
     }
 
     /// Makes everything done so far durable, but for data that is still in the write buffer.

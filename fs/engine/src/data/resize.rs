@@ -257,7 +257,7 @@ impl Filesystem {
     fn grow(self: &Arc<Self>, ino: u64, size: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
         let waiting = self.wait(|| self.zero_tail(&mut file.state.lock(), ino, size, size + BLOCK));
-        let flushed = waiting.and_then(|waiting| if waiting { self.flush_file(ino) } else { Ok(()) });
+        let flushed = waiting.and_then(|waiting| if waiting { self.flush_whole(ino) } else { Ok(()) });
         self.release(&file);
         flushed
     }

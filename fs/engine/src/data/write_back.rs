@@ -191,8 +191,12 @@ impl Filesystem {
         } else {
             tracing::debug!(ino = file.ino, %error, "more of its data could not be written back");
         }
+        *self.untold.lock() = Some(error.clone());
+        self.lossy.lock().insert(file.ino);
         state.errors.add(error);
         self.has_lost_data.store(true, Ordering::Relaxed);
+        // The device may have done a part of it, behind the end of the file too.
+        state.allocation.tail_is_zero = false;
         if let Some(tail) = batch.tail.filter(|tail| !state.buffer.has_dirty(*tail..*tail + 1)) {
             // The block on the device still holds the bytes that a truncation cut off: data that
             // waits to grow the file beyond it is lost with it.

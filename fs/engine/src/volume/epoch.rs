@@ -86,6 +86,11 @@ impl Epochs {
         }
         runs
     }
+
+    /// Whether guards hold back runs that were freed.
+    pub fn hold_back(&self) -> bool {
+        !self.retired.lock().is_empty()
+    }
 }
 
 impl Drop for Guard {

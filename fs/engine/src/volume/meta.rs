@@ -62,8 +62,6 @@ pub(crate) struct Meta {
     pub margin_nodes: u64,
     /// Where the allocator looks first.
     pub hints: Hints,
-    /// Times that images were written home; tells a load that what it read may be out of date.
-    pub checkpoints: u64,
     /// Operations begun so far.
     pub operations: u64,
     /// Versions of the mappings of files, also for readers without the lock.
@@ -115,7 +113,6 @@ impl Meta {
             free_nodes: None,
             margin_nodes: 0,
             hints: Hints::default(),
-            checkpoints: 0,
             operations: 0,
             versions,
             directories,

@@ -219,6 +219,9 @@ impl Volume {
             change_directory(&mut op, context, new_parent, 1, i32::from(is_dir))?;
         }
         moved(&mut op, context, source, new_parent)?;
+        if op.nodes_taken > 0 {
+            op.room_for_names()?;
+        }
         op.finish();
         orphaned.into_iter().for_each(|ino| self.directories.removed(ino));
         Ok(Renamed::Done(orphaned))

@@ -64,6 +64,9 @@ pub struct Usage {
 
 /// Rounds in which an operation waits for freed blocks before it reports that there are none.
 const REUSES_MAX: u32 = 100;
+/// How long it waits for those that a transfer holds back. A device that does not answer has its
+/// commands ended before.
+const HELD_BACK_MAX: Duration = Duration::from_secs(120);
 /// Checkpoints that an operation waits for before it reports that there is no space.
 const CHECKPOINTS_MAX: u32 = 3;
 /// Blocks of group descriptors that are read together: those of 16 TiB.
@@ -77,8 +80,8 @@ const LAST_DISCARDS: Duration = Duration::from_secs(1);
 pub(crate) struct Waiter {
     /// Blocks loaded for it: they stay in memory until it is done, however small the cache.
     held: Vec<Arc<Block>>,
-    /// Where it found no free block.
-    waiting: Option<Waiting>,
+    /// Where it found no free block, and when.
+    waiting: Option<(Waiting, Instant)>,
     reuses: u32,
     checkpoints: u32,
 }
@@ -101,6 +104,8 @@ pub struct Volume {
     pub(crate) epochs: Arc<Epochs>,
     /// Of the mappings of files.
     pub(crate) versions: Arc<Versions>,
+    /// Of the blocks of metadata that are home: they change when a checkpoint drops an image.
+    pub(super) homes: Versions,
     /// Key of the hash of names.
     pub(super) name_key: [u8; 16],
     pub(super) directories: Arc<Directories>,
@@ -185,6 +190,7 @@ impl Volume {
             superblock,
             read_only,
             versions: meta.versions.clone(),
+            homes: Versions::default(),
             name_key: meta.names.key,
             directories: meta.directories.clone(),
             meta: MetaLock::new(meta),
@@ -289,19 +295,20 @@ impl Volume {
             Stall::Load { address } => waiter.held.extend(self.load_with_neighbours(address)?),
             Stall::Commit => self.commit()?,
             Stall::Reuse => {
-                let waiting = waiter.waiting.get_or_insert_with(|| self.space_waits.wait());
+                let (waiting, since) = waiter.waiting.get_or_insert_with(|| (self.space_waits.wait(), Instant::now()));
                 self.commit()?;
                 self.reuse_freed();
                 self.use_undiscarded();
                 if waiting.wait_for_discard() {
                     return Ok(());
                 }
-                waiter.reuses += 1;
+                // It ends when the device answers.
+                let is_held_back = self.epochs.hold_back() && since.elapsed() < HELD_BACK_MAX;
+                waiter.reuses += u32::from(!is_held_back);
                 if waiter.reuses > REUSES_MAX {
                     return Err(FsError::NoSpace);
                 }
-                if waiter.reuses > 1 {
-                    // A transfer still holds the blocks; it ends when the device answers.
+                if waiter.reuses != 1 {
                     self.io.give_time();
                 }
             }
@@ -349,25 +356,28 @@ impl Volume {
         self.load_by(addresses, || read_scattered(&self.io, addresses))
     }
 
-    fn load_by(&self, addresses: &[u64], read: impl Fn() -> Result<Vec<Block>, FsError>) -> Result<Vec<Arc<Block>>, FsError> {
-        loop {
-            let before = self.meta.read().checkpoints;
-            let read = read()?;
-            let mut meta = self.meta.write();
-            // A block may be older than one that a checkpoint has written, and the cache dropped,
-            // in the meantime.
-            if meta.checkpoints != before {
-                continue;
+    fn load_by(&self, addresses: &[u64], read: impl FnOnce() -> Result<Vec<Block>, FsError>) -> Result<Vec<Arc<Block>>, FsError> {
+        let before: Vec<u64> = addresses.iter().map(|address| self.homes.of(*address)).collect();
+        let read = read()?;
+        let mut meta = self.meta.write();
+        let mut take = |(address, (block, before)): (&u64, (Block, u64))| match meta.cache.get(*address) {
+            Some(entry) => Ok(Some(entry.block.clone())),
+            // It may be older than what a checkpoint has written, and the cache dropped, meanwhile.
+            None if self.homes.of(*address) != before => Ok(None),
+            None => {
+                check_block(&block, *address, &meta.uuid)?;
+                Ok(Some(meta.cache.put_copy(*address, &block)))
             }
-            let take = |(address, block): (&u64, Block)| match meta.cache.get(*address) {
-                Some(entry) => Ok(entry.block.clone()),
-                None => {
-                    check_block(&block, *address, &meta.uuid)?;
-                    Ok(meta.cache.put_copy(*address, &block))
-                }
-            };
-            return addresses.iter().zip(read).map(take).collect();
+        };
+        let taken = addresses.iter().zip(read.into_iter().zip(before)).map(&mut take);
+        let mut loaded = taken.collect::<Result<Vec<Option<Arc<Block>>>, FsError>>()?;
+        drop(meta);
+        let late: Vec<u64> = addresses.iter().zip(&loaded).filter(|(_, block)| block.is_none()).map(|(at, _)| *at).collect();
+        if !late.is_empty() {
+            let again = self.load_all(&late)?;
+            loaded.iter_mut().filter(|block| block.is_none()).zip(again).for_each(|(block, again)| *block = Some(again));
         }
+        Ok(loaded.into_iter().flatten().collect())
     }
 
     /// Begins an operation that changes metadata.
@@ -415,5 +425,30 @@ impl Volume {
             );
         }
         error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use crate::volume::format::tests::volume;
+    use crate::volume::io::read_scattered;
+
+    #[test]
+    fn a_load_reads_again_only_what_a_checkpoint_wrote_meanwhile() {
+        let volume = volume(64 << 40);
+        let all = volume.superblock().geometry();
+        let addresses: Vec<u64> = all.descriptor_blocks().map(|(address, _)| address).skip(100).take(8).collect();
+        let reads = Cell::new(0);
+        let loaded = volume.load_by(&addresses, || {
+            reads.set(reads.get() + 1);
+            let read = read_scattered(&volume.io, &addresses);
+            // A checkpoint of one of them, and of others.
+            (addresses[1]..addresses[1] + 3).for_each(|address| volume.homes.change(address));
+            read
+        });
+        let loaded: Vec<u64> = loaded.unwrap().iter().map(|block| block.address()).collect();
+        assert_eq!((loaded, reads.get()), (addresses, 1));
     }
 }

@@ -44,7 +44,8 @@ fn told(findings: &Findings) -> Vec<(Kind, String, String)> {
 
 #[test]
 fn a_check_finds_in_a_dump_what_it_finds_in_the_volume() {
-    for case in cases() {
+    // What may be another filesystem's is in no dump.
+    for case in cases().filter(|case| case.kind != Kind::Foreign) {
         let volume = device(damaged(case));
         let right = told(&found(&volume));
         assert_eq!(told(&found(&device(dumped(&volume, Names::Kept).0))), right, "{}", case.name);

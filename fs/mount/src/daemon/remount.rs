@@ -3,10 +3,11 @@
 //! settings than the command line has, that is said.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use gpunvme_abi::{Command, Features, INFO_MAGIC, Info};
+use gpunvme_abi::{Command, Features, INFO_MAGIC, Info, Sync};
 use rustix::fs::removexattr;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount_remount};
@@ -46,8 +47,8 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
     }
     if read_only {
         // The daemon refuses writes that begin from now on; writes that a ring had in flight are
-        // over when it answers this.
-        File::open(&path).and_then(|dir| dir.sync_all()).map_err(|error| failed(&error))?;
+        // over when it answers this, and what it had in memory is on the device.
+        sync(&path).map_err(|error| failed(&error))?;
     }
     let kept = info(&path).map(|info| kept(&options.asked, &info)).unwrap_or_default();
     if !kept.is_empty() {
@@ -76,6 +77,15 @@ fn kept(asked: &Partial, has: &Info) -> Vec<String> {
     .into_iter()
     .flatten()
     .collect()
+}
+
+/// Has the daemon of a mount write down all that it has.
+fn sync(dir: &Path) -> io::Result<()> {
+    let (dir, mut sync) = (File::open(dir)?, Sync::default());
+    // SAFETY: as in `info`.
+    #[allow(unsafe_code)]
+    let result = unsafe { libc::ioctl(dir.as_raw_fd(), Command::Sync.request(0).into(), &mut sync) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// What the daemon of a mount says of itself, if it says its settings.

@@ -79,6 +79,7 @@ fn keep(front: &Arc<Front>, commit: Duration, (ending, changed): &(Mutex<bool>, 
                 return;
             }
         }
+        front.forget_lost();
         // The kernel decides how many inodes it knows; what counts them is taken from the cache.
         fs.volume().give_way(front.lookups.memory());
         if fs.volume().is_read_only() {

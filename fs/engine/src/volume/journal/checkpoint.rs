@@ -54,7 +54,8 @@ impl Volume {
 
     pub(super) fn checkpoint_locked(&self, anchors: &mut Anchors) -> Result<(), FsError> {
         let moved = self.move_tail(anchors)?;
-        self.free_emptied_chunks(moved.sequence)
+        self.free_emptied_chunks(moved.sequence);
+        Ok(())
     }
 
     /// Writes home the images of all durable transactions, and lets the journal begin behind them.
@@ -89,8 +90,10 @@ impl Volume {
         }
         for part in images.chunks(IMAGES_PART) {
             let mut meta = self.meta.write();
-            meta.checkpoints += 1;
-            part.iter().for_each(|(address, sequence, _)| meta.cache.drop_image(*address, *sequence));
+            for (address, sequence, _) in part {
+                self.homes.change(*address);
+                meta.cache.drop_image(*address, *sequence);
+            }
         }
         self.lock(&self.journal).tail = head;
         Ok(anchor)

@@ -22,7 +22,7 @@ impl Volume {
 
     /// Gives chunks back whose last node was freed by a transaction before `sequence`: no image of
     /// them is live any more.
-    pub(super) fn free_emptied_chunks(&self, sequence: u64) -> Result<(), FsError> {
+    pub(super) fn free_emptied_chunks(&self, sequence: u64) {
         let mut meta = self.meta.write();
         let (due, later) = std::mem::take(&mut meta.emptied).into_iter().partition::<Vec<_>, _>(|(_, s)| *s < sequence);
         meta.emptied = later;
@@ -42,20 +42,26 @@ impl Volume {
             // Blocks that the attempt needs stay in memory until it is done.
             let mut held = Vec::new();
             loop {
-                match attempt() {
-                    Err(Fail::Stall(Stall::Load { address })) => {
-                        held.push(self.load(address)?);
-                        continue;
-                    }
+                let attempted = match attempt() {
+                    Err(Fail::Stall(Stall::Load { address })) => match self.load(address) {
+                        Ok(block) => {
+                            held.push(block);
+                            continue;
+                        }
+                        Err(error) => Err(error.into()),
+                    },
+                    attempted => attempted,
+                };
+                match attempted {
                     // The running transaction is full: the next checkpoint tries again.
                     Err(Fail::Stall(_)) => self.meta.write().emptied.push((chunk, emptied)),
-                    Err(Fail::Error(error)) => return Err(error),
+                    // It stays metadata's, as it is: nothing is half done.
+                    Err(Fail::Error(error)) => tracing::warn!(chunk, %error, "an empty chunk of metadata cannot be given back"),
                     Ok(()) => {}
                 }
                 break;
             }
         }
-        Ok(())
     }
 
     /// Finds the empty metadata chunks that are in no list after a crash; later checkpoints give

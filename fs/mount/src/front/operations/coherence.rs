@@ -64,6 +64,14 @@ impl Front {
         self.invalidations.run_for(owner, move || front.invalidate(ino, ranges, None));
     }
 
+    /// Makes the kernel forget the pages and attributes of files that lost data: it has what was
+    /// lost, and the length that the file would have.
+    pub(crate) fn forget_lost(self: &Arc<Self>) {
+        for ino in self.fs.take_lossy() {
+            self.invalidate_later(Owner::default(), ino, vec![0..i64::MAX as u64]);
+        }
+    }
+
     /// Runs `task` on a thread of invalidations, with the size of a file if the file exists.
     pub(crate) fn invalidate_with_size(
         self: &Arc<Self>,

@@ -236,7 +236,14 @@ impl Front {
 
     /// Makes a file durable for the owner's process.
     pub fn sync(self: &Arc<Self>, owner: Owner, ino: u64, done: impl FnOnce(Result<(), FsError>) + Send + 'static) {
-        self.wait_briefly(owner, move |fs| fs.sync_for(ino, || asker(owner.process)), done);
+        let front = self.clone();
+        let synced = move |synced: Result<(), FsError>| {
+            if synced.is_err() {
+                front.forget_lost();
+            }
+            done(synced);
+        };
+        self.wait_briefly(owner, move |fs| fs.sync_for(ino, || asker(owner.process)), synced);
     }
 
     /// Makes all operations on names durable. On a mount that has become read-only nothing changes
@@ -265,8 +272,7 @@ impl Front {
             if callers.is_empty() {
                 return;
             }
-            let flushed = self.fs.flush_all();
-            let synced = self.fs.commit().and(flushed);
+            let synced = self.fs.sync_all();
             callers.into_iter().for_each(|done| done(synced.clone()));
         }
     }
