@@ -2,8 +2,11 @@
 //! laboratory tests what differs on hardware.
 
 use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use gpunvme::gpu::Segment;
 use gpunvme::{Mount, Operation, Ring};
@@ -105,6 +108,44 @@ fn a_volume_lives_on_a_controller_and_on_its_file_alike() {
     storm(&controller.dir().join("storm"), 2);
     controller.unmount();
     succeeds(run("fsck.gpunvme", &["-n", controller.file().to_str().unwrap()]));
+}
+
+#[test]
+fn data_that_a_device_does_not_take_is_told_and_the_kernel_forgets_it() {
+    needs_mount!();
+    let controller = Controller::new();
+    succeeds(run("mkfs.gpunvme", &["--quiet", &controller.device("")]));
+    controller.mount(&controller.device(""));
+    let path = controller.dir().join("data");
+    fs::write(&path, [b'k'; 64 << 10]).unwrap();
+    File::open(&path).unwrap().sync_all().unwrap();
+    let extents: Vec<_> = gpunvme::File::open(&path).unwrap().resolve(0, 64 << 10).map(Result::unwrap).collect();
+    let (first, last) = (extents[0].device_offset / 512, (extents[0].device_offset + extents[0].len) / 512 - 1);
+    controller.unmount();
+    controller.mount(&controller.device(&format!(",fault=status=0x280:on=write:lba={first}-{last}:times=2")));
+    let overwrite = || {
+        let file = File::options().write(true).open(&path).unwrap();
+        file.write_all_at(&[b'n'; 4096], 0).unwrap();
+        file
+    };
+    let is_as_before = || {
+        let until = Instant::now() + Duration::from_secs(10);
+        while fs::read(&path).unwrap() != [b'k'; 64 << 10] {
+            assert!(Instant::now() < until, "what was lost can be read");
+            thread::sleep(Duration::from_millis(50));
+        }
+    };
+    let dir = controller.dir();
+    let sync = || run("gpunvme", &["sync", dir.to_str().unwrap()]);
+    drop(overwrite());
+    refused(&sync(), "input/output error");
+    succeeds(sync());
+    is_as_before();
+    assert_eq!(overwrite().sync_all().unwrap_err().raw_os_error(), Some(libc::EIO));
+    is_as_before();
+    overwrite().sync_all().unwrap();
+    assert_eq!(fs::read(&path).unwrap()[..4097], [&[b'n'; 4096][..], b"k"].concat());
+    controller.unmount();
 }
 
 /// What the controller could do with a GPU's memory is no route where the machine has no GPU.

@@ -17,7 +17,7 @@ use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount_remount};
-use rustix::process::{Gid, Uid};
+use rustix::process::{Gid, Signal, Uid};
 
 const MIB: u64 = 1 << 20;
 const CAPABILITY: &str = "security.capability";
@@ -191,6 +191,17 @@ fn remount_with_helper(volume: &Mounted, flag: &str) {
     let mut mount = programs::command("mount.gpunvme");
     let output = mount.arg(volume.image().path()).arg(volume.root()).args(["-o", &format!("remount,{flag}")]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
+}
+
+#[test]
+fn a_remount_to_read_only_writes_down_what_is_in_memory() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let data = tree::pattern(3, 1 << 20);
+    fs::write(volume.path("file"), &data).unwrap();
+    remount_with_helper(&volume, "ro");
+    let (_, image) = volume.signal(Signal::KILL);
+    assert!(fs::read(image.mount().path("file")).unwrap() == data);
 }
 
 /// A ring goes on with files that are closed, which do not keep the mount from becoming read-only.
