@@ -252,15 +252,14 @@ impl Folder {
     }
 
     /// Makes partial files that were settled durable: many by one sync of the mount, which costs as
-    /// much as that of a file.
+    /// much as that of a file. What is left is to ask each whether its bytes were lost.
     ///
     /// # Errors
     /// [`Error::Path`].
     pub fn sync<'a>(&self, partials: impl ExactSizeIterator<Item = &'a str>) -> Result<()> {
         let Some(mount) = &self.mount else { return Ok(()) };
-        // Where a sync of all fails, the files tell whose bytes are lost.
-        if partials.len() > 1 && mount.sync().is_ok() {
-            return Ok(());
+        if partials.len() > 1 {
+            let _ = mount.sync(); // an error may be of other files, and may have been told to others before
         }
         let above = self.own.path("partial");
         for partial in partials {
