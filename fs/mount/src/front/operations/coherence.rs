@@ -67,8 +67,9 @@ impl Front {
     /// Makes the kernel forget the pages and attributes of files that lost data: it has what was
     /// lost, and the length that the file would have.
     pub(crate) fn forget_lost(self: &Arc<Self>) {
+        let all = 0..i64::MAX as u64;
         for ino in self.fs.take_lossy() {
-            self.invalidate_later(Owner::default(), ino, vec![0..i64::MAX as u64]);
+            self.invalidate_later(Owner::default(), ino, vec![all.clone()]);
         }
     }
 
