@@ -23,8 +23,8 @@ use crate::{BlockDevice, Completion, Error, Op, Queue, Request, Result, Wait};
 /// Members that share a thread of the kernel, which submits for their queues, where there are
 /// processors for several: with eight members one was busy all the time.
 const MEMBERS_OF_A_THREAD: usize = 4;
-/// Processors for each such thread of a queue, and for each of all queues of a stripe, at least; but
-/// each queue has one.
+/// Processors for each such thread of a queue, and for each of all queues of a stripe, at least;
+/// but each queue has one.
 const PROCESSORS_OF_A_THREAD: usize = 8;
 const PROCESSORS_OF_EACH: usize = 4;
 

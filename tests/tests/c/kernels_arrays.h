@@ -80,8 +80,8 @@ static void array_gets(const char *root, const char *path)
 }
 
 /*
- * Many threads want few pages at once, of which half have room: what one of them reads the others use
- * before it goes.
+ * Many threads want few pages at once, of which half have room: what one of them reads the others
+ * use before it goes.
  */
 static void array_crowded(const char *root, const char *path)
 {
@@ -273,8 +273,10 @@ static void array_faults(const char *root, const char *path)
 		}
 	};
 	flush();
-	/* The last block of the file is not whole: its write-back comes later, and may fail too. What is
-	 * lost by that is told here, and written again. */
+	/*
+	 * The last block of the file is not whole: its write-back comes later, and may fail too. What
+	 * is lost by that is told here, and written again.
+	 */
 	int file = open(path, O_RDONLY | O_CLOEXEC);
 	CHECK(file >= 0, "open: %s", strerror(errno));
 	while (fsync(file) != 0) {

@@ -425,7 +425,8 @@ impl Filesystem {
         self.volume.commit()
     }
 
-    /// Writes back what is in memory of all files and makes it, and everything done before, durable.
+    /// Writes back what is in memory of all files and makes it, and everything done before,
+    /// durable.
     ///
     /// # Errors
     /// Also the one that lost data of any file since the last call, whoever was told of that.
