@@ -4,16 +4,19 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use gpunvme_abi::{Command, Extent, Resolve};
 use gpunvme_tests::differential::call::Engine;
 use gpunvme_tests::differential::raw::{self, Aligned, Flight};
-use gpunvme_tests::direct::Buffer;
+use gpunvme_tests::direct::{self, Buffer};
 use gpunvme_tests::mounted::Mounted;
 use gpunvme_tests::requests::Requests;
 use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, tree};
 use rustix::fs::{AtFlags, StatxFlags};
+use zerocopy::FromZeros;
 
 const LEN: usize = 1 << 20;
 
@@ -381,4 +384,71 @@ fn the_times_of_a_write_that_its_process_does_not_wait_for_are_seen() {
         assert!(flights[0].result > 0);
         assert_eq!(modified(AtFlags::empty()), modified(AtFlags::STATX_FORCE_SYNC), "round {round}");
     }
+}
+
+/// The kernel forgets pages when it sends such a write, and another process may read them anew before
+/// the write is done.
+#[test]
+fn pages_that_are_read_beside_a_write_that_its_process_does_not_wait_for_are_not_older_than_it() {
+    needs_mount!();
+    let (volume, ..) = volume_with_file();
+    let path = volume.path("file");
+    let direct = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let (file, mut bytes) = (File::open(&path).unwrap(), vec![0; LEN]);
+                while !over.load(Ordering::Relaxed) {
+                    file.read_exact_at(&mut bytes, 0).unwrap();
+                }
+            });
+        }
+        let wrong = (0..60u8).find(|round| {
+            let (at, len) = if round % 2 == 0 { (0, LEN) } else { (512, LEN - 1024) };
+            let memory = Aligned::holding(&vec![*round; len]);
+            let mut flights = [Flight { write: true, at: at as u64, memory, result: 0 }];
+            raw::fly(direct.as_fd(), Engine::Aio, &mut flights).unwrap();
+            assert_eq!(flights[0].result, len as i64);
+            fs::read(&path).unwrap()[at..at + len].iter().any(|byte| byte != round)
+        });
+        over.store(true, Ordering::Relaxed);
+        assert_eq!(wrong, None, "what is read is older than what was written");
+    });
+}
+
+/// Of more runs of pages than the mount tells apart, the gaps count as pages too.
+#[test]
+fn all_of_a_huge_file_is_resolved_at_once_wherever_pages_may_be_cached() {
+    needs_mount!();
+    let (volume, ..) = volume_with_file();
+    let file = OpenOptions::new().read(true).write(true).open(volume.path("file")).unwrap();
+    const HUGE: u64 = (1 << 62) - 4096;
+    file.set_len(HUGE).unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random).unwrap();
+    let mut byte = [0];
+    (0..3000).for_each(|n| assert_eq!(file.read_at(&mut byte, HUGE / 3000 * n).unwrap(), 1));
+    let (answered, answer) = std::sync::mpsc::channel();
+    let ioctl = std::thread::spawn(move || {
+        let mut resolve = Resolve { len: u64::MAX, capacity: 1, ..Resolve::default() };
+        let called = direct::call(&file, Command::Resolve, &mut resolve, &mut [Extent::new_zeroed()]);
+        answered.send(called.map(|()| resolve.file_size)).unwrap();
+    });
+    // Steps of one length would take weeks.
+    let size = answer.recv_timeout(Duration::from_secs(60)).expect("it is answered").unwrap();
+    assert_eq!(size, HUGE);
+    ioctl.join().unwrap();
+}
+
+#[test]
+fn a_range_that_has_no_room_for_zeros_keeps_what_it_has() {
+    needs_mount!();
+    let (volume, file, data) = volume_with_file();
+    file.sync_all().unwrap();
+    let zero = rustix::fs::FallocateFlags::ZERO_RANGE;
+    assert_eq!(rustix::fs::fallocate(&file, zero, 0, 64 << 30).unwrap_err(), rustix::io::Errno::NOSPC);
+    drop(file);
+    assert!(fs::read(volume.path("file")).unwrap() == data);
+    let volume = volume.remount();
+    assert!(fs::read(volume.path("file")).unwrap() == data);
 }

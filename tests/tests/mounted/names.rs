@@ -413,3 +413,25 @@ fn other_users_get_what_the_permission_bits_give_them() {
     assert!(!as_nobody("echo x > new"));
     assert!(!as_nobody("rm -f open"));
 }
+
+/// The kernel keeps listings, and the moved directory itself does not change.
+#[test]
+fn a_listing_of_a_directory_that_was_moved_has_its_new_parent() {
+    needs_mount!();
+    let volume = Mounted::new();
+    let parent_of = |dir: &Path| {
+        let entries = rustix::fs::Dir::read_from(File::open(dir).unwrap()).unwrap();
+        // To the end: the kernel keeps whole listings.
+        let all: Vec<_> = entries.map(Result::unwrap).collect();
+        all.iter().find(|entry| entry.file_name().to_bytes() == b"..").unwrap().ino()
+    };
+    let [a, b, from, to] = ["a", "b", "a/c", "b/c"].map(|name| volume.path(name));
+    [&a, &b, &from].iter().for_each(|dir| fs::create_dir(dir).unwrap());
+    (0..3).for_each(|_| assert_eq!(parent_of(&from), fs::metadata(&a).unwrap().ino()));
+    fs::rename(&from, &to).unwrap();
+    let until = Instant::now() + Duration::from_secs(10);
+    while parent_of(&to) != fs::metadata(&b).unwrap().ino() {
+        assert!(Instant::now() < until, "it has the old one");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

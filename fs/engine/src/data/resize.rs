@@ -172,6 +172,8 @@ impl Filesystem {
             Allocate::Reserve { .. } => self.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?,
             Allocate::Punch => self.clear(context, ino, offset, end, size, false)?,
             Allocate::Zero { .. } => {
+                // What cannot be had as a whole clears nothing.
+                self.has_room(ino, offset / BLOCK, end.div_ceil(BLOCK))?;
                 self.clear(context, ino, offset, end, size, true)?;
                 self.preallocate(ino, offset / BLOCK, end.div_ceil(BLOCK))?;
             }
@@ -202,6 +204,13 @@ impl Filesystem {
         ended
     }
 
+    /// Passes where the holes in blocks `from..to` may have room: nothing is taken for what cannot be
+    /// had as a whole.
+    fn has_room(self: &Arc<Self>, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
+        let has = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.blocks;
+        self.wait(|| self.volume.may_have((to - from).saturating_sub(has)))
+    }
+
     /// Preallocates the holes in blocks `from..to`.
     fn preallocate(self: &Arc<Self>, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
         let file = self.files.get(ino);
@@ -212,9 +221,7 @@ impl Filesystem {
 
     fn preallocate_holes(self: &Arc<Self>, file: &File, from: u64, to: u64) -> Result<(), FsError> {
         let (ino, mut at) = (file.ino, from);
-        // Nothing is taken for what cannot be had as a whole.
-        let has = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.blocks;
-        self.wait(|| self.volume.may_have((to - from).saturating_sub(has)))?;
+        self.has_room(ino, from, to)?;
         while at < to {
             let next = self.volume.wait(|| self.volume.mappings(ino, at, to, 1))?.first().copied();
             let hole_end = next.map_or(to, |m| m.offset);

@@ -12,9 +12,11 @@ use crate::front::shared::Front;
 use gpunvme_engine::error::Fail;
 use gpunvme_engine::volume::Attributes;
 
-/// Bytes that are written back at a time. Where the kernel has nothing, twice as many are looked at
-/// next: a range may be as long as a file can be.
+/// Bytes that are written back at a time. Where the kernel has nothing, or has few pages, which
+/// costs it no time, twice as many are next: a range may be as long as a file can be.
 const STEP: u64 = 4 << 20;
+/// Within this time the kernel has forgotten few pages, or none.
+const FEW_PAGES: Duration = Duration::from_micros(100);
 /// How long a thread goes on with such steps before others have a turn.
 const TURN: Duration = Duration::from_millis(2);
 
@@ -40,21 +42,30 @@ impl Front {
     fn write_back(self: &Arc<Self>, owner: Owner, ino: u64, mut left: Vec<Range<u64>>, then: impl FnOnce() + Send + 'static) {
         let front = self.clone();
         self.invalidations.run_for(owner, move || {
-            let (since, mut most) = (Instant::now(), STEP);
+            let since = Instant::now();
+            // Where the kernel has nothing, and where it may have something.
+            let (mut most, mut most_held) = (STEP, STEP);
             while since.elapsed() < TURN
                 && let Some(step) = next_step(&mut left, most)
             {
                 if !front.lookups.may_have(ino, iter::once(step.clone())) {
                     most = most.saturating_mul(2);
-                } else if step.end - step.start > STEP {
+                } else if step.end - step.start > most_held {
                     // Somewhere in it.
                     left.push(step);
-                    most = STEP;
+                    most = most_held;
                 } else {
+                    let begun = Instant::now();
                     front.invalidate(ino, vec![step], None);
+                    most_held = if begun.elapsed() < FEW_PAGES { most_held.saturating_mul(2) } else { STEP };
+                    most = most_held;
                 }
             }
-            if left.is_empty() { front.general.run_for(owner, then) } else { front.write_back(owner, ino, left, then) }
+            if left.is_empty() {
+                front.general.run_for(owner, then);
+            } else if !front.invalidations.is_ending() {
+                front.write_back(owner, ino, left, then);
+            }
         });
     }
 

@@ -90,10 +90,11 @@ impl Front {
         let end = move |front: &Arc<Front>, written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
             let is_refused = written.is_err() && how.cached && !how.mapped;
-            if how.direct && written.is_ok() {
-                front.take_attributes_back(ino);
+            if how.direct {
+                front.answer_direct(owner, ino, place..place + len, written.map(drop), done);
+            } else {
+                done(written.map(drop));
             }
-            done(written.map(drop));
             if is_refused {
                 // The kernel has the bytes in its pages: they are no file's, but mappings show
                 // them. It keeps the pages locked until the answer.
@@ -184,6 +185,7 @@ impl Front {
         buffer.bytes_mut()[..data.len()].copy_from_slice(data);
         let memory = buffer.span(0..data.len());
         let segment = Segment { file_offset: how.offset, buffer_offset: memory.offset as u64, len: memory.len as u64 };
+        let range = how.offset..how.offset + memory.len as u64;
         let stripper = how.strip.then(|| self.clone());
         self.attempt(
             owner,
@@ -200,16 +202,8 @@ impl Front {
                     let front_then = front.clone();
                     let end = move |written: Result<Written, WriteFailed>| {
                         drop((buffer, permit));
-                        let is_kept = written.is_ok() && front_then.fs.are_attributes_kept(ino);
                         let written = written.map(drop).map_err(FsError::from);
-                        if !is_kept {
-                            return done(written);
-                        }
-                        let front = front_then.clone();
-                        front_then.invalidations.run_for(owner, move || {
-                            front.take_attributes_back(ino);
-                            done(written);
-                        });
+                        front_then.answer_direct(owner, ino, range, written, done);
                     };
                     match may_wait() {
                         Some(_may_wait) => front.fs.run_direct_write(planned, end),
@@ -221,9 +215,35 @@ impl Front {
         );
     }
 
-    /// Makes the kernel forget attributes that are out of date with a direct write. It forgets them
-    /// itself when it sends the write; but where the writer does not wait (io_submit(2), io_uring)
-    /// it does not do so again when the write ends, and may have asked in between.
+    /// Answers an O_DIRECT write when the kernel has forgotten what is out of date with it: pages of
+    /// the range, and attributes. It forgets them itself when it sends the write; but where the
+    /// writer does not wait (io_submit(2), io_uring) it does not do so again when the write ends, and
+    /// may have asked in between. Pages it may have to wait for are locked for reads, which do not
+    /// wait for this write.
+    fn answer_direct(
+        self: &Arc<Self>,
+        owner: Owner,
+        ino: u64,
+        range: Range<u64>,
+        written: Result<(), FsError>,
+        done: impl FnOnce(Result<(), FsError>) + Send + 'static,
+    ) {
+        // What failed may have been done in part.
+        let has_pages = self.lookups.may_have(ino, std::iter::once(range.clone()));
+        if !has_pages && !(written.is_ok() && self.fs.are_attributes_kept(ino)) {
+            return done(written);
+        }
+        let front = self.clone();
+        self.invalidations.run_for(owner, move || {
+            if has_pages {
+                front.invalidate(ino, vec![range], None);
+            }
+            front.take_attributes_back(ino);
+            done(written);
+        });
+    }
+
+    /// Makes the kernel forget attributes that are out of date with a direct write.
     fn take_attributes_back(&self, ino: u64) {
         let since = Instant::now();
         if self.fs.are_attributes_kept(ino)
@@ -298,14 +318,23 @@ impl Front {
         };
         match what {
             Ok(what) => {
-                let front = self.clone();
+                let (front, after) = (self.clone(), self.clone());
+                let end = move |allocated: Result<(), FsError>| {
+                    let is_cleared_in_part = allocated.is_err() && !matches!(what, Allocate::Reserve { .. });
+                    done(allocated);
+                    if is_cleared_in_part {
+                        // The kernel forgets pages only of what succeeds.
+                        let range = offset..offset.saturating_add(len);
+                        after.invalidate_later(caller.owner(), ino, vec![range]);
+                    }
+                };
                 self.wait(
                     caller.owner(),
                     move |fs| {
                         fs.wait(|| front.strip_unless_privileged(&caller, ino))?;
                         fs.allocate(&caller.context, ino, offset, len, what)
                     },
-                    done,
+                    end,
                 );
             }
             Err(error) => done(Err(error)),

@@ -6,6 +6,7 @@ use gpunvme_engine::Inode;
 
 use super::listing::{Listing, Reading};
 use crate::front::caller::Caller;
+use crate::front::kernel::PAGE;
 use crate::front::resources::turns::Owner;
 use crate::front::shared::Front;
 use gpunvme_engine::data::{Filesystem, Settling};
@@ -177,12 +178,31 @@ impl Front {
         done: impl FnOnce(Result<(), FsError>) + Send + 'static,
     ) {
         let (from, to) = ((from.0, from.1.to_vec()), (to.0, to.1.to_vec()));
+        // Where a directory may be after it that was in another one before.
+        let moved = if from.0 == to.0 { Vec::new() } else { vec![to.clone(), from.clone()] };
         let mut settling = Settling::default();
         self.attempt(
             caller.owner(),
             move |fs| fs.rename(&caller.context, (from.0, &from.1), (to.0, &to.1), mode, &mut settling),
-            move |front, orphan| done(front.orphaned(orphan)),
+            move |front, orphan| {
+                let renamed = front.orphaned(orphan);
+                let moved = if renamed.is_ok() { moved } else { Vec::new() };
+                done(renamed);
+                moved.into_iter().for_each(|(dir, name)| front.forget_listing(caller.owner(), dir, &name));
+            },
         );
+    }
+
+    /// Makes the kernel forget its listing of a directory, if this is one: its `..` is another.
+    fn forget_listing(self: &Arc<Self>, owner: Owner, dir: u64, name: &[u8]) {
+        let found = self.fs.lookup(dir, name).ok().filter(|found| found.inode.is_dir());
+        let Some(Attributes { ino, .. }) = found else { return };
+        let front = self.clone();
+        self.invalidations.run_for(owner, move || {
+            if let Some(kernel) = front.kernel.get() {
+                kernel.invalidate(ino, 0..PAGE);
+            }
+        });
     }
 
     /// Notes the inode that lost its last name.
@@ -231,14 +251,25 @@ impl Front {
         };
         match size {
             // Freeing the blocks beyond the new size can take long.
-            Some(size) => self.wait(
-                caller.owner(),
-                move |fs| {
-                    fs.wait(|| fs.set_size(&caller.context, ino, size))?;
-                    fs.wait(|| others(fs))
-                },
-                done,
-            ),
+            Some(size) => {
+                let front = self.clone();
+                let end = move |changed: Result<Attributes, FsError>| {
+                    let may_be_shorter = changed.is_err();
+                    done(changed);
+                    if may_be_shorter {
+                        // The kernel keeps length and pages where it is told of an error.
+                        front.invalidate_later(caller.owner(), ino, vec![size..i64::MAX as u64]);
+                    }
+                };
+                self.wait(
+                    caller.owner(),
+                    move |fs| {
+                        fs.wait(|| fs.set_size(&caller.context, ino, size))?;
+                        fs.wait(|| others(fs))
+                    },
+                    end,
+                );
+            }
             None => self.attempt(caller.owner(), others, |_, changed| done(changed)),
         }
     }
