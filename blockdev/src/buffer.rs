@@ -85,6 +85,7 @@ impl BufferPool {
     }
 
     fn put(&self, region: Arc<Region>) {
+        let mut beyond = Vec::new();
         let mut cache = self.cache.lock();
         cache.busy.push(region);
         let mut at = 0;
@@ -99,9 +100,11 @@ impl BufferPool {
                     cache.bytes += region.len();
                     cache.classes[class].push(region);
                 }
-                _ => self.device.unmap(&region),
+                _ => beyond.push(region),
             }
         }
+        drop(cache);
+        beyond.iter().for_each(|region| self.device.unmap(region));
     }
 }
 

@@ -1,11 +1,13 @@
 //! A stripe that is given further members while it is used.
 use std::fs::File;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use gpunvme_blockdev::sim::SimController;
-use gpunvme_blockdev::{BlockDevice, Error, Io, OpenMode, Region, Request, StripeDevice, StripeMap, StripeSet, Wait, open};
+use gpunvme_blockdev::{
+    BlockDevice, BufferPool, Error, Io, OpenMode, Region, Request, StripeDevice, StripeMap, StripeSet, Wait, open,
+};
 use gpunvme_blockdev_testing::{Faulty, MemoryDevice, On, Recorder, Rule};
 
 const UNIT: u64 = 64 << 10;
@@ -68,6 +70,31 @@ fn holds(io: &Io, from: u64, len: u64) -> bool {
     let mut bytes = vec![0; len as usize];
     region.read_at(0, &mut bytes).expect("inside");
     bytes == content(from, len)
+}
+
+/// A member that joins may take long. The process's own memory does without it.
+#[test]
+fn buffers_come_and_go_while_a_member_joins() {
+    let device = stripe(vec![memory(), memory()]);
+    let pool = BufferPool::new(device.clone(), 0);
+    let held = pool.get(4096).expect("memory");
+    let (joins, is_joining) = mpsc::channel();
+    let (goes_on, may_go_on) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let device = &device;
+        let joined = scope.spawn(move || {
+            let mut begin = || {
+                joins.send(()).expect("it is waited for");
+                may_go_on.recv_timeout(Duration::from_secs(20)).map_err(|_| Error::RegionReadOnly)
+            };
+            device.add_set(&[memory()], map(&[2, 1]), len(&[2, 1]), &mut begin)
+        });
+        is_joining.recv().expect("it begins");
+        drop(held);
+        drop(pool.get(8 << 20).expect("memory"));
+        goes_on.send(()).expect("it waits");
+        joined.join().expect("it does not panic").expect("it was not waited for");
+    });
 }
 
 #[test]

@@ -26,9 +26,10 @@ use crate::{BlockDevice, Error, Geometry, Length, NoPeerToPeer, Queue, Region, R
 /// A request is cut where units end; what of it lies on one member goes there as one request. It
 /// is over when all of them are. An error names the member, and has the offset there.
 ///
-/// Locks: `joining` before `users`. The first is shared by those who open queues and map memory,
-/// also while they wait for a member: none of them waits for another. Members that join have it for
-/// themselves, and wait for those. The second is held for moments only.
+/// Locks: `joining` before `users`. The first is shared by those who open queues and map memory that
+/// is not this process's own, also while they wait for a member: none of them waits for another.
+/// Members that join have it for themselves, and wait for those. The second is held for moments
+/// only.
 pub struct StripeDevice {
     shared: Arc<Shared>,
     joining: RwLock<()>,
@@ -197,17 +198,22 @@ impl BlockDevice for StripeDevice {
     }
 
     fn map(&self, region: &Arc<Region>) -> Result<()> {
+        if region.is_private() {
+            // Members that join do without a mapping of it, and nobody waits for them.
+            return map_for(&self.members(), region);
+        }
         let _joining = self.joining.read_recursive();
         map_for(&self.members(), region)?;
         let mut users = self.users.lock();
         users.mapped.retain(|mapped| mapped.strong_count() > 0);
-        if !region.is_private() {
-            users.mapped.push(Arc::downgrade(region));
-        }
+        users.mapped.push(Arc::downgrade(region));
         Ok(())
     }
 
     fn unmap(&self, region: &Region) {
+        if region.is_private() {
+            return self.shared.members.iter().for_each(|member| member.unmap(region));
+        }
         let _joining = self.joining.read_recursive();
         self.users.lock().mapped.retain(|mapped| mapped.strong_count() > 0 && !std::ptr::eq(mapped.as_ptr(), region));
         self.shared.members.iter().for_each(|member| member.unmap(region));
@@ -250,20 +256,27 @@ impl BlockDevice for StripeDevice {
         begin: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         self.may_add_set(members, &map, len)?;
-        // Large regions take long, and others map theirs meanwhile.
+        // Large regions and new queues take long, and others map and open theirs meanwhile.
         let mut mapped = Mapped { members, regions: Vec::new() };
         let regions = self.users.lock().mapped();
         regions.into_iter().try_for_each(|region| mapped.add(region))?;
-        // From now on no queue is opened, and no memory mapped or unmapped.
+        let open = |queue: Arc<Members>| queue.open(members).map(|further| (queue, further));
+        let queues = self.users.lock().queues();
+        let mut opened = queues.into_iter().map(open).collect::<Result<Vec<_>>>()?;
+        // From now on no queue is opened, and no memory mapped or unmapped that others may reach.
         let _joining = self.joining.write();
         let regions = self.users.lock().mapped();
         mapped.keep(&regions);
         regions.into_iter().try_for_each(|region| mapped.add(region))?;
         let queues = self.users.lock().queues();
-        let further = queues.iter().map(|queue| queue.open(members)).collect::<Result<Vec<_>>>()?;
+        for queue in queues {
+            if !opened.iter().any(|(other, _)| Arc::ptr_eq(other, &queue)) {
+                opened.push(open(queue)?);
+            }
+        }
         begin()?;
         mapped.regions.clear();
-        for (queue, further) in queues.iter().zip(further) {
+        for (queue, further) in opened {
             queue.add(further);
         }
         let shared = &self.shared;
