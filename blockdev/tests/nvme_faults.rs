@@ -266,6 +266,23 @@ fn a_controller_that_an_error_of_the_bus_takes_away_for_a_moment_is_waited_for()
     back.join().expect("power is on");
 }
 
+/// The link is down at once, and the host tells of it later. Meanwhile the supervisor looks.
+#[test]
+fn an_error_of_the_bus_that_is_told_late_is_waited_for_while_commands_are_in_flight() {
+    let mut bench = Bench::with_driver("vwc=off", PATIENT);
+    let sim = bench.sim.clone();
+    sim.power_cut();
+    let back = std::thread::spawn(move || {
+        // It looks several times, for there are commands in flight.
+        std::thread::sleep(Duration::from_millis(800));
+        sim.report_bus_error();
+        std::thread::sleep(Duration::from_millis(300));
+        sim.power_on();
+    });
+    bench.exercise(2).into_iter().for_each(|result| result.expect("it is back"));
+    back.join().expect("power is on");
+}
+
 #[test]
 fn a_controller_that_does_not_stop_is_reset_from_outside() {
     let lost = once(On::Read, Effect::Lose);

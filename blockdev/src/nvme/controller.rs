@@ -260,7 +260,7 @@ impl Core {
         let asked = self.options.queues.min(0xffff) - 1;
         let granted = self.admin.set_feature(feature::NUMBER_OF_QUEUES, asked << 16 | asked, timeout)?;
         lifecycle.granted = (granted & 0xffff).min(granted >> 16) + 1;
-        lifecycle.shadow = self.set_up_shadow(lifecycle.granted.min(self.options.queues), timeout);
+        self.set_up_shadow(lifecycle, timeout)?;
         self.set_up_interrupts(lifecycle.granted)?;
         let wanted = async_event::SMART_WARNINGS | identity.oaes.get() & async_event::NAMESPACE_CHANGED;
         if let Err(error) = self.admin.set_feature(feature::ASYNC_EVENT_CONFIG, wanted, timeout) {
@@ -272,13 +272,16 @@ impl Core {
 
     /// Offers shadow doorbells (Base 5.8) where the controller has them. They are worth nothing to
     /// a controller without: the registers serve as well.
-    fn set_up_shadow(&self, queues: u32, timeout: Duration) -> Option<Arc<Shadow>> {
+    fn set_up_shadow(&self, lifecycle: &mut Lifecycle, timeout: Duration) -> Result<()> {
+        lifecycle.shadow = None;
+        let queues = lifecycle.granted.min(self.options.queues);
         let doorbells = 2 * (queues as usize + 1) * self.cap.doorbell_stride();
         if self.identity().oacs.get() & oacs::DOORBELL_BUFFER == 0 || doorbells > DATA {
-            return None;
+            return Ok(());
         }
         let memory = || self.dma.allocate(self.page as usize);
-        let shadow = Arc::new(Shadow { values: memory().ok()?, event_indexes: memory().ok()? });
+        let (Ok(values), Ok(event_indexes)) = (memory(), memory()) else { return Ok(()) };
+        let shadow = Arc::new(Shadow { values, event_indexes });
         let command = Sqe {
             opcode: admin::DOORBELL_BUFFER_CONFIG,
             dptr: [U64::new(shadow.values.iova(0)), U64::new(shadow.event_indexes.iova(0))],
@@ -287,13 +290,18 @@ impl Core {
         // Set before, so that the buffer holds the admin queue's values when the controller first
         // looks.
         self.admin.set_shadow(Some(shadow.clone()));
+        // It may still carry the command out where it has not answered: the memory stays until it
+        // has stopped.
+        lifecycle.shadow = Some(shadow);
         match self.admin.run(command, "Doorbell Buffer Config", timeout) {
-            Ok(_) => Some(shadow),
-            Err(error) => {
+            Ok(_) => Ok(()),
+            Err(error @ Error::Admin { .. }) => {
                 tracing::warn!(%error, "no shadow doorbells: the controller failed to set them up");
                 self.admin.set_shadow(None);
-                None
+                lifecycle.shadow = None;
+                Ok(())
             }
+            Err(error) => Err(error),
         }
     }
 

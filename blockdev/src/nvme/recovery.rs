@@ -30,6 +30,8 @@ const GRACE: u32 = 4;
 /// How long the host's recovery of the bus may take, and how often the supervisor looks.
 const BUS_PATIENCE: Duration = Duration::from_secs(10);
 const BUS_NAP: Duration = Duration::from_millis(50);
+/// How much later than the controller's silence the host may tell of an error of the bus.
+const BUS_NOTICE: Duration = Duration::from_secs(1);
 
 /// What a reset begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,7 +100,11 @@ impl Core {
             let _lifecycle = self.lifecycle();
             self.status()
         };
-        let status = status.inspect_err(|gone| self.give_up(gone.clone()))?;
+        let status = match status {
+            // The host tells, or it is there at the next look.
+            Err(_) if self.may_return() => return Ok(()),
+            status => status.inspect_err(|gone| self.give_up(gone.clone()))?,
+        };
         if status & csts::CFS != 0 {
             return self.recover("it reports a fatal status (CSTS.CFS)");
         }
@@ -123,6 +129,21 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Whether a controller whose registers read as all ones may be there again: they do not any
+    /// more, or the host tells of an error of the bus, within a moment. A link that the port has
+    /// contained is down before the host hears of it.
+    fn may_return(&self) -> bool {
+        let Some(bus_error) = self.transport.bus_error() else { return false };
+        let started = Instant::now();
+        while started.elapsed() < BUS_NOTICE {
+            if is_signalled(bus_error.as_fd()) || self.transport.read32(reg::CSTS) != ALL_ONES {
+                return true;
+            }
+            std::thread::sleep(BUS_NAP);
+        }
+        false
     }
 
     /// Asks the controller to end a command (Base 5.1). Whether it does shows by the command's
@@ -156,11 +177,18 @@ impl Core {
         if let Some(error) = self.broken() {
             return Err(error.clone());
         }
+        // Under the same hold: no queue is opened on what may have lost its cache.
+        self.reset_locked(&mut lifecycle, reset).inspect_err(|error| self.set_broken(error.clone()))?;
+        tracing::info!(device = %self.name, queues = lifecycle.queues.len(), "the controller is back");
+        Ok(())
+    }
+
+    fn reset_locked(&self, lifecycle: &mut Lifecycle, reset: Reset) -> Result<()> {
         for queue in lifecycle.queues.values() {
             queue.pause();
         }
         let status = self.transport.read32(reg::CSTS);
-        let before = Before {
+        let mut before = Before {
             stopped: reset == Reset::Function || status == ALL_ONES || status & csts::RDY == 0,
             // A reset of the function may clear it.
             subsystem_reset: status != ALL_ONES && status & csts::NSSRO != 0,
@@ -169,16 +197,15 @@ impl Core {
             self.reset_function()?;
         }
         if let Err(error) = self.disable() {
-            if matches!(error, Error::Gone { .. }) {
+            if matches!(error, Error::Gone { .. }) && !self.may_return() {
                 return Err(error);
             }
             tracing::warn!(%error, "the controller reset failed; trying a function-level reset");
-            self.transport.reset()?;
+            before.stopped |= matches!(error, Error::Gone { .. });
+            self.reset_function()?;
             self.disable()?;
         }
-        self.rebuild(&mut lifecycle, before)?;
-        tracing::info!(device = %self.name, queues = lifecycle.queues.len(), "the controller is back");
-        Ok(())
+        self.rebuild(lifecycle, before)
     }
 
     /// Resets the PCI function after an error of the bus, again until it answers. The host
