@@ -36,9 +36,17 @@ def make_data(path: Path, records: int) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest that is whole: its metadata comes last, under its name when all else is durable."""
-    whole = [path.parent for path in folder.glob("step-*/.metadata")]
-    return max(whole, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    """The newest that is whole: its metadata comes last, under its name when all else is durable. It is
+    read all the same: what another writer, or a copy, has left may be cut."""
+    found = [path.parent for path in folder.glob("step-*/.metadata")]
+    for path in sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
+        try:
+            Reader(path).read_metadata()
+        except Exception as error:  # bytes that are no pickle raise many kinds
+            print(f"{path} is no checkpoint ({error!r}): an older one is looked for", flush=True)
+        else:
+            return path
+    return None
 
 
 def main() -> None:

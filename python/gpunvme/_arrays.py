@@ -26,6 +26,9 @@ ITEM_SIZES = {
     "C64": 8,
 }
 
+#: Bits of an item. There are dtypes with less than a byte, which no library here has arrays of.
+ITEM_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {name: 8 * size for name, size in ITEM_SIZES.items()}
+
 _TORCH = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -89,7 +92,7 @@ class Torch:
         self.device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        known = getattr(self.torch, _TORCH[dtype], None)
+        known = getattr(self.torch, _TORCH.get(dtype, ""), None)
         if known is None:
             raise ValueError(f"this PyTorch has no dtype for {dtype}")
         return self.torch.empty(shape, dtype=known, device=self.device)

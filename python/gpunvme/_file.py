@@ -46,8 +46,8 @@ class _Waiting:
         self.futures[self.last] = future
         return self.last, future
 
-    def remove(self, loop: asyncio.AbstractEventLoop, number: int) -> "asyncio.Future[Transfer]":
-        future = self.futures.pop(number)
+    def remove(self, loop: asyncio.AbstractEventLoop, number: int) -> "asyncio.Future[Transfer] | None":
+        future = self.futures.pop(number, None)
         if not self.futures:
             loop.remove_reader(self.completions.fileno())
         return future
@@ -55,8 +55,8 @@ class _Waiting:
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
         for number, result in self.completions.take():
             future = self.remove(loop, number)
-            if future.done():
-                continue  # it was cancelled, and the transfer went on
+            if future is None or future.done():
+                continue  # nobody waits for it: it was cancelled, and the transfer went on
             if isinstance(result, Transfer):
                 future.set_result(result)
             else:
@@ -76,8 +76,9 @@ class File(_native.File):
         """As :meth:`read_into`, for asyncio.
 
         No thread waits for it: the event loop watches one descriptor for all requests. Those of host
-        memory are done by four threads. A task that is cancelled does not end its transfer: the memory
-        is kept, and may change, until that is over. It must not be resized before.
+        memory are done by four threads; where the stream of a GPU's memory still has work to do, a thread
+        waits for that first. A task that is cancelled does not end its transfer: the memory is kept, and
+        may change, until that is over. It must not be resized before.
         """
         return await self._transfer(False, memory, offset, require)
 

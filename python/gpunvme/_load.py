@@ -77,12 +77,8 @@ def load(
         with ExitStack() as open_files, closing(follower):
             model = _Model(folder, shards, arrays, open_files)
             options = limits(quota, root)
-            with running(url, folder, (), published, pin, progress, follower, options) as process:
-                try:
-                    is_told = model.read(follower, require)
-                except BaseException:
-                    process.terminate()
-                    raise
+            with running(url, folder, (), published, pin, progress, follower, options):
+                is_told = model.read(follower, require)
         # A program that was stopped for a while is told no more. All is there then.
         if is_told:
             return model.tensors()

@@ -44,7 +44,8 @@ def stage(
         pin: never evict the set.
         quota: what the sets below ``root`` may hold together, in bytes, or as ``"500G"`` or ``"80%"`` of the
             filesystem: those that were not used for the longest time go before anything is fetched.
-        progress: is called with the bytes that are done and those that are to be, on another thread.
+        progress: is called with the bytes that are done and those that are to be, on another thread. What it
+            raises ends the command, and is raised here.
 
     Raises:
         FileNotFoundError: the command is not installed.
@@ -145,7 +146,8 @@ def running(
     follower: Follower | None = None,
     options: Iterable[str] = (),
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Runs the command while the block waits for it, and raises what it complained of."""
+    """Runs the command while the block waits for it, and raises what it complained of. Where the block, or
+    ``progress``, raises, the command is ended."""
     if isinstance(include, str):
         raise TypeError(f"include is one text, {include!r}: give a list of patterns")
     command = shutil.which("gpunvme")
@@ -169,6 +171,7 @@ def running(
                     progress(*far)
                 except Exception as error:
                     failed.append(error)
+                    process.terminate()
 
     stdin = subprocess.DEVNULL if follower is None else follower.other_end.fileno()
     with subprocess.Popen(
@@ -182,6 +185,9 @@ def running(
             thread.start()
         try:
             yield process
+        except BaseException:
+            process.terminate()
+            raise
         finally:
             process.wait()
             if follower is not None:

@@ -16,13 +16,15 @@ import dataclasses
 import functools
 import io
 import os
+import pickle
+import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
@@ -43,6 +45,7 @@ from gpunvme._batches import perform
 from gpunvme._file import File
 from gpunvme._file import open as open_file
 from gpunvme._parts import read_part, runs
+from gpunvme._replace import replaced
 from gpunvme._types import AnyPath, Require
 from gpunvme.torch import ALIGNMENT, bytes_of, layout, map_tensors, records
 
@@ -50,6 +53,8 @@ __all__ = ["Reader", "Writer"]
 
 #: Tensors of fewer bytes are saved by way of host memory, together with what surrounds them.
 _SMALL = 64 << 10
+#: The name of what a checkpoint of all ranks holds; that of one rank has a prefix.
+_METADATA = ".metadata"
 #: Files that are open at once: a checkpoint may have more than a process may have open.
 _OPEN = 64
 
@@ -160,6 +165,9 @@ class Reader(FileSystemReader):  # type: ignore[misc]
 class Writer(FileSystemWriter):  # type: ignore[misc]
     """Writes a checkpoint: GPU memory from where it lies, each rank one file.
 
+    A checkpoint that is there stays what it was until the new one takes its place, durably, by its metadata;
+    then its files go. A reader has one or the other, or an error where files went after it had begun.
+
     Args:
         path: the checkpoint's folder.
         snapshot_on_gpu: whether ``async_save`` copies tensors on their GPU, which needs as much memory of
@@ -192,22 +200,15 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             torch.cuda.synchronize()
         return snapshot
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Ends the checkpoint that is there, before any rank replaces a file of it: one that is not finished
-        is none, and never a mixture of two."""
-        plans = super().prepare_global_plan(plans)
-        alone = not getattr(self, "use_collectives", True) and self.rank is not None
-        try:
-            os.unlink(os.path.join(self.path, f"__{self.rank}.metadata" if alone else ".metadata"))
-        except FileNotFoundError:
-            return plans
-        if self.sync_files:
-            _sync(self.path)
-        return plans
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Writes what a plan asks for."""
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        prefix = plan.storage_data.prefix
+        if not _named(self.path, "", _METADATA):
+            # No checkpoint is here: what this rank has is of saves that did not end, or of a node whose
+            # folder is its own and has no metadata.
+            self._remove(_named(self.path, prefix, DEFAULT_SUFFIX))
+        # No file of another save has its name, whose metadata may still be there.
+        name = f"{prefix}0-{secrets.token_hex(8)}{DEFAULT_SUFFIX}"
         results: list[WriteResult] = []
         with open_file(self.fs.concat_path(self.path, name), "w") as file:
             perform(
@@ -217,19 +218,39 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
             )
             if self.sync_files:
                 file.sync()
+                _sync(self.path)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes what the checkpoint holds, by which it exists."""
-        super().finish(metadata, results)
-        if self.sync_files:
-            # PyTorch syncs what names the parts before it gets its name, and in 2.11 without
-            # what Python has not written by then.
-            named = [entry.path for entry in os.scandir(self.path) if entry.name.endswith(".metadata")]
-            for path in [*named, self.path]:
-                _sync(path)
+        """Writes what the checkpoint holds, by which it exists, and removes the one before.
+
+        PyTorch's own takes the old metadata away first, and in 2.11 syncs the new ones before Python has
+        written all of them.
+        """
+        alone = not getattr(self, "use_collectives", True) and self.rank is not None
+        prefix = f"__{self.rank}" if alone else ""
+        written = [result for of_rank in results for result in of_rank]
+        metadata.storage_data = {result.index: result.storage_data for result in written}
+        metadata.storage_meta = self.storage_meta()
+        if version := getattr(filesystem, "CURRENT_DCP_VERSION", None):
+            metadata.version = version
+        with replaced(os.path.join(self.path, f"{prefix}{_METADATA}")) as path, open(path, "wb") as file:
+            file.write(pickle.dumps(metadata))
+            if self.sync_files:
+                file.flush()
+                os.fsync(file.fileno())
+        # Of a save of the other kind (one for all ranks, or one of each) the files stay.
+        others = _named(self.path, "", _METADATA)
+        if (_METADATA not in others) if alone else others == {_METADATA}:
+            refers_to = {info.relative_path for info in metadata.storage_data.values()}
+            self._remove(_named(self.path, f"{prefix}_" if alone else "__", DEFAULT_SUFFIX) - refers_to)
+
+    def _remove(self, names: set[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, name))
 
     def _layout(
         self, name: str, items: list[WriteItem], planner: SavePlanner, results: list[WriteResult]
@@ -285,6 +306,11 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _named(folder: str | os.PathLike[str], prefix: str, suffix: str) -> set[str]:
+    """The names in a folder that begin and end so."""
+    return {name for name in os.listdir(folder) if name.startswith(prefix) and name.endswith(suffix)}
 
 
 def _sync(path: str | os.PathLike[str]) -> None:

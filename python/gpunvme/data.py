@@ -243,7 +243,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         skip, self._skip = self._skip, 0
-        planned = islice(iter(self._loader), skip, None)
+        planned: Iterator[Sequence[Sample]] = islice(iter(self._loader), skip, None)
         stream = None
         if self._device.type == "cuda":
             torch.cuda.init()  # says why there is no CUDA
@@ -262,8 +262,14 @@ class Batches:
             ending.callback(give_up)
 
             def begin() -> None:
-                for samples in islice(planned, 1):
-                    in_flight.append(leaders.submit(self._read, list(samples), stream, reader))
+                nonlocal planned
+                try:
+                    for samples in islice(planned, 1):
+                        in_flight.append(leaders.submit(self._read, list(samples), stream, reader))
+                except Exception as error:
+                    # It is raised in its turn, and is the end: the batches before it are whole.
+                    planned = iter(())
+                    in_flight.append(_failed(error))
 
             for _ in range(self._ahead):
                 begin()
@@ -307,6 +313,14 @@ class Batches:
             if arrived < wanted:
                 raise EOFError(f"{path}: the file ended {wanted - arrived} bytes too early")
         return Batch(samples, memory, list(zip(starts, lengths, strict=True)))
+
+
+def _failed(error: Exception) -> Future[Batch]:
+    """A batch that is none. The traceback of the error does not refer to it, as it would to a local variable
+    of whoever caught it."""
+    failed: Future[Batch] = Future()
+    failed.set_exception(error)
+    return failed
 
 
 def _listed(paths: Iterable[AnyPath]) -> list[str]:

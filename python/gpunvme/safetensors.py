@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from types import EllipsisType, TracebackType
 from typing import Any, NamedTuple, Self
 
-from gpunvme._arrays import ITEM_SIZES, Framework, check, dtype_name, framework
+from gpunvme._arrays import ITEM_BITS, ITEM_SIZES, Framework, check, dtype_name, framework
 from gpunvme._batches import Progress, perform, performed
 from gpunvme._file import File
 from gpunvme._file import open as open_file
@@ -97,13 +97,13 @@ def header_of(path: str, size: int, read: Callable[[int, int], bytes]) -> Header
     data = 8 + length
     end = data
     for first, last, name, dtype, shape in described:
-        if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        if not isinstance(dtype, str) or dtype not in ITEM_BITS:
             raise wrong(f"{name!r} has the dtype {dtype!r}, which this version does not know")
         if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
             raise wrong(f"{name!r} has a shape that is none")
         if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, first, last)):
             raise wrong(f"{name!r} has a shape or place that is no number")
-        if data + first != end or last - first != math.prod(shape) * ITEM_SIZES[dtype]:
+        if data + first != end or 8 * (last - first) != math.prod(shape) * ITEM_BITS[dtype]:
             raise wrong(f"{name!r} lies where it cannot")
         entries[name] = Entry(dtype, tuple(shape), data + first, last - first)
         end = data + last

@@ -8,7 +8,7 @@ use crate::request::{Direction, Place, Request};
 use crate::stream::wait_for;
 use gpunvme::{Buffer as Memfd, Error, Mount, Registered, Result};
 use gpunvme_cuda::{Cuda, CudaError, Gpu, HostRegistration, Place as At, Stream};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Mutex, RwLock};
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -21,14 +21,14 @@ use std::sync::Arc;
 pub struct HostMemory {
     address: u64,
     len: usize,
-    /// Locked for the time of a transfer.
-    registered: Mutex<Registered<Memfd>>,
+    /// Locked for the time of a transfer: shared by those that only take bytes from it.
+    registered: RwLock<Registered<Memfd>>,
 }
 
 impl HostMemory {
     pub fn new(mount: &Mount, len: usize) -> Result<HostMemory> {
         let registered = mount.register(Memfd::memfd(len)?)?;
-        Ok(HostMemory { address: registered.as_ptr() as u64, len, registered: Mutex::new(registered) })
+        Ok(HostMemory { address: registered.as_ptr() as u64, len, registered: RwLock::new(registered) })
     }
 
     /// Whether all of a range lies in it.
@@ -42,8 +42,8 @@ impl HostMemory {
         address - self.address
     }
 
-    pub fn lock(&self) -> MutexGuard<'_, Registered<Memfd>> {
-        self.registered.lock()
+    pub fn registered(&self) -> &RwLock<Registered<Memfd>> {
+        &self.registered
     }
 }
 

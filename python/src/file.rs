@@ -3,11 +3,11 @@
 use crate::completions::Completions;
 use crate::error::raised;
 use crate::host;
-use crate::interpreter::release;
+use crate::interpreter::{Held, release};
 use crate::pending::{self, Answer, InStream, Pending};
 use crate::request::{Direction, Place, Request, require};
 use crate::session::Session;
-use crate::stream::{Busy, handle, wait_for};
+use crate::stream::{Busy, Marks, handle, wait_for};
 use crate::transfer::Transfer;
 use gpunvme::gpu::{Caching, Segment};
 use gpunvme::{Error, ExtentFlags, Require, Result};
@@ -191,17 +191,17 @@ pub struct File {
 }
 
 impl File {
-    fn opened(&self) -> PyResult<Arc<Opened>> {
+    fn opened(&self) -> PyResult<Held<Opened>> {
         let opened = self.opened.lock().clone();
-        opened.ok_or_else(|| PyValueError::new_err(format!("{}: the file is closed", self.path.display())))
+        opened.map(Held::from).ok_or_else(|| PyValueError::new_err(format!("{}: the file is closed", self.path.display())))
     }
 
     /// The library's file, which stays open while it is used.
     ///
     /// # Errors
     /// `ValueError` where it was closed.
-    pub fn library(&self) -> PyResult<Arc<gpunvme::File>> {
-        Ok(Arc::clone(&self.opened()?.file))
+    pub fn library(&self) -> PyResult<Held<gpunvme::File>> {
+        Ok(Arc::clone(&self.opened()?.file).into())
     }
 
     fn transfer(
@@ -274,6 +274,12 @@ fn put_into_stream(
     let raw = handle(stream)?;
     let Request { segments, mut keep, .. } = Request::new(memory, place, direction, Some(raw))?;
     let stream_of = Busy { stream: raw, gpu: None, address: segments.first().map_or(0, |segment| segment.address) };
+    // Whatever can fail comes first: what is in the stream uses the memory.
+    for object in &keep {
+        record(object.bind(py), stream)?;
+    }
+    // The stream must not go before the request has passed.
+    keep.push(stream.clone().unbind());
     let put = py.detach(|| {
         let transfers = opened.session.transfers()?.requiring(demand);
         // SAFETY: `Pending` keeps the memory until the stream has passed the request; that the
@@ -290,18 +296,19 @@ fn put_into_stream(
         }
         put
     });
-    // A caching allocator must not give the memory to another stream before this one has passed.
-    for object in &keep {
-        if let Some(record) = object.bind(py).getattr_opt(intern!(py, "record_stream"))?
-            && stream.hasattr(intern!(py, "stream_id"))?
-        {
-            record.call1((stream,))?;
-        }
-    }
     let pending = put.map_err(|error| raised(py, &error))?;
-    // The stream must not go before the request has passed.
-    keep.push(stream.clone().unbind());
     Ok(Pending::in_stream(InStream { pending, stream: stream_of, keep }))
+}
+
+/// Has PyTorch give memory of a GPU that is let go of to other tensors only after a stream, if that
+/// is one of its own, has passed what was put there until then.
+fn record(tensor: Object, stream: Object) -> PyResult<()> {
+    let py = tensor.py();
+    let on_gpu = tensor.getattr_opt(intern!(py, "is_cuda"))?.map_or(Ok(false), |on_gpu| on_gpu.extract())?;
+    if on_gpu && stream.hasattr(intern!(py, "stream_id"))? {
+        tensor.call_method1(intern!(py, "record_stream"), (stream,))?;
+    }
+    Ok(())
 }
 
 impl Drop for File {
@@ -420,10 +427,27 @@ impl File {
         let direction = if write { Direction::Write } else { Direction::Read };
         let Request { segments, on_gpu, busy, keep, .. } = Request::new(memory, Place::At(offset), direction, None)?;
         let (collection, number) = (answer_to.0.get().collection.clone(), answer_to.1);
-        let begun = py.detach(|| {
-            wait_for(opened.file.path(), &busy)?;
+        let begin = {
+            let (opened, collection) = (opened.share(), collection.clone());
+            let done = move |result| collection.add(number, result, keep);
             // SAFETY: the callback keeps the memory until it is called, and hands it on.
-            unsafe { opened.begin(direction, on_gpu, segments, demand, move |result| collection.add(number, result, keep)) }
+            move || unsafe { opened.begin(direction, on_gpu, segments, demand, done) }
+        };
+        let begun = py.detach(|| {
+            let path = opened.file.path();
+            let marks = Marks::put(path, &busy)?;
+            if marks.are_reached()? {
+                return begin();
+            }
+            let path = path.to_owned();
+            let wait_and_begin = move || {
+                if let Err(error) = marks.wait().and_then(|()| begin()) {
+                    collection.add(number, Err(error), Vec::new());
+                }
+            };
+            let thread = std::thread::Builder::new().name("gpunvme-wait".into()).spawn(wait_and_begin);
+            let failed = |_| Error::Path { path, action: "start a thread that waits for a stream", errno: Errno::AGAIN };
+            thread.map(drop).map_err(failed)
         });
         begun.map_err(|error| raised(py, &error))
     }

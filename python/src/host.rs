@@ -68,10 +68,9 @@ fn clipped(segments: &[Segment], size: u64) -> impl Iterator<Item = (usize, Segm
 fn registered(memory: &HostMemory, file: &File, direction: Direction, segment: &Segment, require: Require) -> Result<Transfer> {
     let buffer_offset = memory.offset(segment.address);
     let segment = [gpunvme::Segment { file_offset: segment.file_offset, buffer_offset, len: segment.len }];
-    let mut registered = memory.lock();
     match direction {
-        Direction::Read => file.read_requiring(&mut registered, &segment, require),
-        Direction::Write => file.write_requiring(&registered, &segment, require),
+        Direction::Read => file.read_requiring(&mut memory.registered().write(), &segment, require),
+        Direction::Write => file.write_requiring(&memory.registered().read(), &segment, require),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::raised;
 use crate::file::File;
-use crate::interpreter::release;
+use crate::interpreter::{Held, release};
 use crate::mount::Mount;
 use crate::session::Session;
 use gpunvme::Result;
@@ -83,7 +83,7 @@ impl<T: Send> Drop for Handle<T> {
 /// ``closed``, and waits for those kernels. Its volume cannot be unmounted before.
 #[pyclass(frozen, weakref, module = "gpunvme")]
 pub struct GpuRing {
-    session: Arc<Session>,
+    session: Held<Session>,
     ring: Handle<gpu::GpuRing>,
 }
 
@@ -102,7 +102,7 @@ impl GpuRing {
             let mount = session.mount()?;
             gpu.map_or_else(|| gpu::GpuRing::on_cpu(mount, settings), |gpu| gpu::GpuRing::on_gpu(mount, gpu, settings))
         });
-        let ring = Handle::new("ring", session.clone(), made.map_err(|error| raised(py, &error))?);
+        let ring = Handle::new("ring", session.share(), made.map_err(|error| raised(py, &error))?);
         Ok(GpuRing { session, ring })
     }
 }
@@ -151,7 +151,7 @@ impl GpuRing {
     fn attach(&self, py: Python<'_>, file: &Bound<'_, File>) -> PyResult<Attached> {
         let file = file.get().library()?;
         let attached = self.ring.with(py, |ring| ring.attach(&file))?;
-        Ok(Attached { name: attached.name(), attached: Handle::new("file", self.session.clone(), attached) })
+        Ok(Attached { name: attached.name(), attached: Handle::new("file", self.session.share(), attached) })
     }
 
     /// Makes an array over a file, for the calls of ``gpunvme_array.h``, with a cache in the GPU's
@@ -189,7 +189,7 @@ impl GpuRing {
             writable,
         };
         let made = slf.get().ring.with(slf.py(), |ring| ring.array(&file, settings))?;
-        let session = slf.get().session.clone();
+        let session = slf.get().session.share();
         Ok(GpuArray {
             cache: made.cache(),
             for_kernels: made.for_kernels(),

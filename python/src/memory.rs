@@ -247,17 +247,20 @@ fn has_objects(interface: &Bound<'_, PyDict>) -> PyResult<bool> {
 }
 
 fn of_buffer(object: &Bound<'_, PyAny>, view: &Bound<'_, PyMemoryView>, ask: Ask) -> PyResult<Memory> {
-    // A buffer without dimensions has no shape, which PyO3 does not take.
-    let flat = if view.getattr(intern!(object.py(), "ndim"))?.extract::<usize>()? == 0 {
-        Some(view.call_method1(intern!(object.py(), "cast"), ("B",))?)
+    let py = object.py();
+    let format: String = view.getattr(intern!(py, "format"))?.extract()?;
+    // Names of fields stand between colons.
+    if format.split(':').step_by(2).any(|kinds| kinds.contains('O')) {
+        return Err(objects(object));
+    }
+    // A buffer without dimensions has no shape, which PyO3 does not take. Its bytes have one, and
+    // do not say what they are.
+    let flat = if view.getattr(intern!(py, "ndim"))?.extract::<usize>()? == 0 {
+        Some(view.call_method1(intern!(py, "cast"), ("B",))?)
     } else {
         None
     };
     let buffer = PyUntypedBuffer::get(flat.as_ref().unwrap_or(view))?;
-    // Names of fields stand between colons.
-    if buffer.format().to_bytes().split(|&byte| byte == b':').step_by(2).any(|kinds| kinds.contains(&b'O')) {
-        return Err(objects(object));
-    }
     if !buffer.is_c_contiguous() {
         let shape: Vec<i64> = buffer.shape().iter().map(|&size| size as i64).collect();
         let strides: Vec<i64> = buffer.strides().iter().map(|&stride| stride as i64).collect();

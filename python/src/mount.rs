@@ -2,7 +2,7 @@
 
 use crate::buffer::Buffer;
 use crate::error::raised;
-use crate::interpreter::release;
+use crate::interpreter::{Held, release};
 use crate::memory::{self, Ask};
 use crate::session::Session;
 use gpunvme::{Moved, OperationKind, Reason, Route};
@@ -33,9 +33,9 @@ impl Mount {
     ///
     /// # Errors
     /// `ValueError` where it was closed.
-    pub fn session(&self) -> PyResult<Arc<Session>> {
+    pub fn session(&self) -> PyResult<Held<Session>> {
         let session = self.session.lock().clone();
-        session.ok_or_else(|| PyValueError::new_err(format!("{}: the mount was closed", self.path.display())))
+        session.map(Held::from).ok_or_else(|| PyValueError::new_err(format!("{}: the mount was closed", self.path.display())))
     }
 }
 

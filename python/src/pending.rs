@@ -114,16 +114,34 @@ impl InStream {
 
 /// Requests in streams that no caller waits for: what keeps their memory is let go of when they
 /// are found to be done.
-static LEFT_BEHIND: Mutex<Vec<InStream>> = Mutex::new(Vec::new());
+struct LeftBehind {
+    /// The process that they are of.
+    process: u32,
+    requests: Vec<InStream>,
+}
+
+static LEFT_BEHIND: Mutex<LeftBehind> = Mutex::new(LeftBehind { process: 0, requests: Vec::new() });
+
+impl LeftBehind {
+    /// Those of this process. What it inherited is its parent's, whose CUDA a child cannot use.
+    fn of_this_process(&mut self) -> &mut Vec<InStream> {
+        if self.process != process::id() {
+            std::mem::forget(std::mem::take(&mut self.requests));
+            self.process = process::id();
+        }
+        &mut self.requests
+    }
+}
 
 /// Lets go of the memory of requests in streams that are done and that no caller waits for.
 pub fn sweep(py: Python<'_>) {
     let mut left = LEFT_BEHIND.lock();
-    if left.is_empty() {
+    let requests = left.of_this_process();
+    if requests.is_empty() {
         return;
     }
-    let (done, pending) = std::mem::take(&mut *left).into_iter().partition::<Vec<_>, _>(|request| request.pending.is_done());
-    *left = pending;
+    let (done, pending) = std::mem::take(requests).into_iter().partition::<Vec<_>, _>(|request| request.pending.is_done());
+    *requests = pending;
     // What an object does when it goes may be a request of this thread's.
     drop(left);
     for request in done {
@@ -261,7 +279,11 @@ fn copy(py: Python<'_>, result: &PyResult<Py<Transfer>>) -> PyResult<Py<Transfer
 impl Drop for Pending {
     fn drop(&mut self) {
         if let State::InStream(request) = std::mem::replace(self.state.get_mut(), State::Taken) {
-            LEFT_BEHIND.lock().push(request);
+            if self.process == process::id() {
+                LEFT_BEHIND.lock().of_this_process().push(request);
+            } else {
+                std::mem::forget(request);
+            }
         }
     }
 }

@@ -1,11 +1,12 @@
 //! CUDA streams of Python's libraries: the handle of one, and waiting until one is through.
 
 use gpunvme::Error;
-use gpunvme_cuda::{Cuda, CudaError, Gpu, Place, Which};
+use gpunvme_cuda::{Cuda, CudaError, Event, Gpu, Place, Stream, Which};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The largest handle of a default stream: `cudaStreamPerThread`.
 const DEFAULT_STREAMS: usize = 2;
@@ -59,20 +60,81 @@ impl Busy {
 /// # Errors
 /// What CUDA says.
 pub fn wait_for(path: &Path, busy: &[Busy]) -> Result<(), Error> {
-    if busy.is_empty() {
-        return Ok(());
-    }
+    busy.iter().try_for_each(|busy| with_stream(path, busy, |_, stream| stream.synchronize()))
+}
+
+/// Does something with a stream.
+fn with_stream<R>(
+    path: &Path,
+    &Busy { stream, gpu, address }: &Busy,
+    work: impl FnOnce(&'static Cuda, &Stream) -> Result<R, CudaError>,
+) -> Result<R, Error> {
     let cuda = Cuda::load()?;
-    busy.iter().try_for_each(|&Busy { stream, gpu, address }| {
-        let wait = || {
-            let gpu = if stream <= DEFAULT_STREAMS { gpu_of(cuda, gpu, address)? } else { None };
-            let _entered = gpu.map(|gpu| gpu.enter()).transpose()?;
-            // SAFETY: its library named it for memory that is kept during the call.
-            unsafe { cuda.application_stream(stream) }?.synchronize()
+    let found = || {
+        let gpu = if stream <= DEFAULT_STREAMS { gpu_of(cuda, gpu, address)? } else { None };
+        let _entered = gpu.map(|gpu| gpu.enter()).transpose()?;
+        // SAFETY: its library named it for memory that is kept during the call.
+        let stream = unsafe { cuda.application_stream(stream) }?;
+        work(cuda, &stream)
+    };
+    found().map_err(|error| failed(path, format!("stream {stream:#x}"), error))
+}
+
+fn failed(path: &Path, on: String, error: CudaError) -> Error {
+    Error::Cuda { path: path.to_owned(), action: "wait for", on, error }
+}
+
+/// Points in streams, behind what was put into them before: any thread may wait for that, also of a
+/// stream that is the calling thread's own.
+pub struct Marks {
+    path: PathBuf,
+    events: Vec<Event>,
+}
+
+impl Marks {
+    /// How long a wait sleeps before it looks again.
+    const NAP: Duration = Duration::from_micros(200);
+
+    /// # Errors
+    /// What CUDA says.
+    pub fn put(path: &Path, busy: &[Busy]) -> Result<Marks, Error> {
+        let mark = |cuda: &'static Cuda, stream: &Stream| {
+            let gpu = cuda.gpu_of(stream)?;
+            if !stream.is_of(&gpu)? {
+                // Of a context of the application's own, in which nothing is made here.
+                return stream.synchronize().map(|()| None);
+            }
+            let event = gpu.event()?;
+            stream.record(&event)?;
+            Ok(Some(event))
         };
-        let on = format!("stream {stream:#x}");
-        wait().map_err(|error| Error::Cuda { path: path.to_owned(), action: "wait for", on, error })
-    })
+        let events = busy.iter().map(|busy| with_stream(path, busy, mark)).collect::<Result<Vec<_>, _>>()?;
+        Ok(Marks { path: path.to_owned(), events: events.into_iter().flatten().collect() })
+    }
+
+    /// Whether all streams have reached them.
+    ///
+    /// # Errors
+    /// What CUDA says, also of work in the streams.
+    pub fn are_reached(&self) -> Result<bool, Error> {
+        for event in &self.events {
+            if !event.done().map_err(|error| failed(&self.path, "a stream".into(), error))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Waits until they have.
+    ///
+    /// # Errors
+    /// As [`Marks::are_reached`].
+    pub fn wait(&self) -> Result<(), Error> {
+        while !self.are_reached()? {
+            std::thread::sleep(Marks::NAP);
+        }
+        Ok(())
+    }
 }
 
 /// The GPU whose default stream is meant: by its number, or else by an address of its memory.

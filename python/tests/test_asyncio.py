@@ -10,9 +10,11 @@ import weakref
 import numpy
 import pytest
 from conftest import needs_cuda
-from raw_cuda import Array
+from raw_cuda import Array, Stream
+from test_gpu import Gate
 
 import gpunvme
+from gpunvme._file import _Waiting
 
 
 def make(kind: str, length: int):
@@ -68,6 +70,28 @@ def test_the_loop_goes_on_meanwhile(stored, kind):
     asyncio.run(main())
 
 
+@needs_cuda
+def test_the_loop_goes_on_while_the_memory_s_stream_has_work_to_do(stored):
+    path, values = stored(100_000)
+    stream, gate = Stream(), Gate()
+    array = Array(100_000, stream=stream.handle.value)
+
+    async def main() -> None:
+        with gpunvme.open(path) as f:
+            await f.read_into_async(array)
+            array.set(numpy.zeros(100_000))
+            gate.close(stream)
+            begun = time.monotonic()
+            task = asyncio.create_task(f.read_into_async(array))
+            await asyncio.sleep(0.1)
+            assert not task.done() and time.monotonic() - begun < Gate.LIMIT / 2
+            gate.open()
+            assert (await asyncio.wait_for(task, 30)).bytes == 100_000
+        assert numpy.array_equal(array.get(), values)
+
+    asyncio.run(main())
+
+
 @KINDS
 def test_written_bytes_arrive(folder, kind):
     async def main() -> None:
@@ -77,6 +101,23 @@ def test_written_bytes_arrive(folder, kind):
             done = await f.write_from_async(array, 5)
             assert done.bytes == 400_000
         assert (folder / "file").read_bytes()[5:] == values.tobytes()
+
+    asyncio.run(main())
+
+
+def test_what_nobody_expects_costs_no_other_request_its_result(stored):
+    path, values = stored(100)
+
+    async def main() -> None:
+        with gpunvme.open(path) as f:
+            _, waiting = _Waiting.here()
+            stray, wanted = numpy.zeros(100, numpy.uint8), numpy.zeros(100, numpy.uint8)
+            f._submit_to(False, stray, 0, None, (waiting.completions, 1 << 60))
+            task = asyncio.create_task(f.read_into_async(wanted))
+            await asyncio.sleep(0)
+            time.sleep(0.5)  # the loop takes both at once
+            assert (await asyncio.wait_for(task, 20)).bytes == 100
+            assert numpy.array_equal(wanted, values) and numpy.array_equal(stray, values)
 
     asyncio.run(main())
 

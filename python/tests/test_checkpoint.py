@@ -60,21 +60,100 @@ def test_the_path_of_a_checkpoint_may_be_bytes(folder):
     assert equal(loaded, saved)
 
 
-def test_a_save_that_does_not_end_leaves_no_mixture(folder, monkeypatch):
-    dcp.save({"w": random((64, 64), torch.float32)}, storage_writer=Writer(folder / "c"))
+def matrix(value):
+    return {"w": torch.full((300, 300), value, device=DEVICE)}
 
-    def killed(*arguments, **more):
-        raise KeyboardInterrupt
+
+def loaded_from(path, reader=Reader):
+    loaded = matrix(0.0)
+    dcp.load(loaded, storage_reader=reader(path))
+    return loaded
+
+
+@pytest.mark.parametrize("before", [Writer, dcp.FileSystemWriter])
+def test_a_save_that_does_not_end_leaves_no_mixture(folder, monkeypatch, before):
+    """What is there stays, to be read by both readers, until the next save that ends."""
+    path = folder / "c"
+    dcp.save(matrix(1.0), storage_writer=before(path))
+    perform = checkpoint.perform
+
+    def killed(items, *, write=False, require=None):
+        perform(items, write=write, require=require)
+        if write:
+            for reader in (Reader, dcp.FileSystemReader):
+                assert equal(loaded_from(path, reader), matrix(1.0))
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("gpunvme.checkpoint.perform", killed)
+        with pytest.raises(BaseException) as raised:
+            dcp.save(matrix(2.0), storage_writer=Writer(path))
+    assert "KeyboardInterrupt" in str(raised.value) or raised.type is KeyboardInterrupt
+    assert equal(loaded_from(path), matrix(1.0)) and len(list(path.glob("*.distcp"))) == 2
+    dcp.save(matrix(3.0), storage_writer=Writer(path))
+    for reader in (Reader, dcp.FileSystemReader):
+        assert equal(loaded_from(path, reader), matrix(3.0))
+    assert sorted(name.suffix for name in path.iterdir()) == ["", ".distcp"], "what is left of others goes"
+
+
+def test_what_a_save_left_in_a_folder_without_a_checkpoint_goes_with_the_next(folder):
+    """As on a node with a folder of its own, where another node's has the metadata."""
+
+    class OfAnotherNode(Writer):
+        def finish(self, metadata, results):
+            pass
+
+    for value in (1.0, 2.0):
+        dcp.save(matrix(value), storage_writer=OfAnotherNode(folder / "c"))
+        assert len(list((folder / "c").iterdir())) == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_crash_while_a_checkpoint_takes_the_place_of_another_leaves_one_of_them(
+    own_volume, monkeypatch, moment
+):
+    path, rename = own_volume.path / "c", os.rename
+    dcp.save(matrix(1.0), storage_writer=Writer(path))
+
+    def crash(*paths):
+        if moment == "after":
+            rename(*paths)
+        own_volume.kill()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", crash)
         with pytest.raises(BaseException):  # noqa: B017 (PyTorch wraps it)
-            dcp.save({"w": random((64, 64), torch.float32)}, storage_writer=Writer(folder / "c"))
-    assert not (folder / "c" / ".metadata").exists()
-    saved, loaded = {"w": random((64, 64), torch.float32)}, {"w": torch.zeros(64, 64, device=DEVICE)}
-    dcp.save(saved, storage_writer=Writer(folder / "c"))
-    dcp.load(loaded, storage_reader=Reader(folder / "c"))
-    assert equal(loaded, saved)
+            dcp.save(matrix(2.0), storage_writer=Writer(path))
+    own_volume.unmount()
+    own_volume.mount()
+    found = loaded_from(path)
+    assert equal(found, matrix(1.0)) or (moment == "after" and equal(found, matrix(2.0)))
+
+
+def test_metadata_are_whole_when_they_are_synced(folder, monkeypatch):
+    """And get their name afterwards, by which the ones before are replaced."""
+    fsync, rename, events = os.fsync, os.rename, []
+
+    def synced(descriptor):
+        fsync(descriptor)
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    def renamed(old, new):
+        events.append(("rename", os.fspath(old), os.stat(old).st_size))
+        assert os.path.exists(new) == (value == 2.0), "what is replaced is there until then"
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    for value in (1.0, 2.0):
+        events.clear()
+        dcp.save(matrix(value), storage_writer=Writer(folder / "c"))
+        at = next(at for at, event in enumerate(events) if event[0] == "rename")
+        _, temporary, size = events[at]
+        assert ("sync", temporary, size) in events[:at]
+        assert size == os.path.getsize(folder / "c" / ".metadata")
+        assert ("sync", str(folder / "c")) in [event[:2] for event in events[at:]]
 
 
 def test_a_checkpoint_may_have_more_files_than_a_process_may_open(folder):

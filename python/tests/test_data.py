@@ -188,6 +188,23 @@ def test_an_error_names_its_file_and_comes_in_its_turn(files, tmp_path):
         list(Batches([[Sample(str(elsewhere))]], DEVICE))
 
 
+def test_what_a_loader_raises_comes_behind_the_batches_before(files):
+    paths, content = files
+
+    def loader():
+        yield list(Files(paths[:2]))
+        yield list(Files(paths[2:4]))
+        raise LookupError("the third")
+
+    for ahead in (1, 2, 5):
+        steps = iter(Batches(loader(), DEVICE, ahead=ahead))
+        assert [read(next(steps)), read(next(steps))] == [content[:2], content[2:4]]
+        with pytest.raises(LookupError, match="the third"):
+            next(steps)
+        assert list(steps) == []
+    assert readers_end()
+
+
 def test_an_epoch_goes_on_where_it_was_left(files):
     paths, _ = files
 
@@ -298,6 +315,14 @@ def test_training_goes_on_after_a_rank_was_killed_and_with_other_ranks(folder):
     assert killed.splitlines()[-1] == straight.splitlines()[-1], "the same weights, to the bit"
     more = torchrun(folder / "killed", 1, "--steps", 32, "--every", 8)
     assert "resumed at step 24 with 1 ranks" in more
+
+
+def test_training_goes_on_from_an_older_checkpoint_where_the_newest_is_cut(folder):
+    torchrun(folder, 1, "--steps", 16, "--every", 8)
+    metadata = folder / "step-16" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:1000])
+    said = torchrun(folder, 1, "--steps", 16, "--every", 8)
+    assert f"{metadata.parent} is no checkpoint" in said and "resumed at step 8 with 1 ranks" in said
 
 
 def test_ray_places_the_reading(files):

@@ -3,7 +3,9 @@
 import ctypes
 import errno
 import gc
+import os
 import pickle
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -251,6 +253,38 @@ def test_a_pending_request_that_is_forgotten_keeps_its_memory(stored):
                 break
             time.sleep(0.05)
     assert Array.freed == before + 8
+
+
+def test_a_child_process_lets_go_of_no_memory_of_its_parent(stored):
+    """That takes calls of CUDA, which the child of a fork must not make."""
+    path, _ = stored(1 << 20)
+    stream = Stream()
+    with gpunvme.open(path) as f:
+        gc.collect()
+        before = Array.freed
+        held = f.read_into(Array(1 << 20), stream=stream)
+        f.read_into(Array(1 << 20), stream=stream).done()
+        end = time.monotonic() + 30
+        stream.synchronize()
+        while not held.done() and time.monotonic() < end:
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # such a call may not return
+            code = 1
+            try:
+                del held
+                with gpunvme.open(path) as again:
+                    again.read_into(bytearray(10))  # any call lets go of what is over
+                    gc.collect()
+                    code = 0 if Array.freed == before else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        held.result(30)
+        f.read_into(bytearray(10))
+        gc.collect()
+        assert Array.freed == before + 2
 
 
 def test_closing_the_file_ends_no_request(stored):

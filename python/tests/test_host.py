@@ -1,10 +1,13 @@
 """Host memory: arrays, buffers, registered memory."""
 
+import ctypes
 import errno
 import mmap
 import os
 import pickle
+import signal
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -172,6 +175,32 @@ def test_registered_memory_needs_no_copy(stored):
         assert mount.stats()["buffers"] >= 1
         del buffer
         array[0] = 1  # the array keeps it
+
+
+def test_writes_of_registered_memory_go_side_by_side(own_volume: Volume):
+    """Seen by the calls in which their threads are, while the daemon answers none."""
+    with gpunvme.Mount(own_volume.path) as mount, gpunvme.open(own_volume.path / "file", "w") as file:
+        memory = memoryview(mount.buffer(8192))
+        file.write_from(memory)
+        halves = [(memory[at : at + 4096], at) for at in (0, 4096)]
+        threads = [threading.Thread(target=file.write_from, args=half) for half in halves]
+
+        def calls() -> list[str]:
+            return [Path(f"/proc/self/task/{thread.native_id}/syscall").read_text()[:3] for thread in threads]
+
+        (daemon,) = own_volume._daemons()
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            for thread in threads:
+                thread.start()
+            end = time.monotonic() + 20
+            while (found := calls()) != ["16 ", "16 "] and time.monotonic() < end:
+                time.sleep(0.01)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+        for thread in threads:
+            thread.join()
+        assert found == ["16 ", "16 "], "both are in ioctl(2)"
 
 
 def test_what_a_transfer_moved_goes_to_another_process(stored):
@@ -485,6 +514,32 @@ def test_errors_name_the_part_of_a_list(stored):
     with gpunvme.open(path) as f, pytest.raises(gpunvme.Error) as refused:
         f.write_from([(registered[:4096], 0), (behind, 4096)])
     assert refused.value.errno == errno.EBADF
+
+
+def test_objects_without_dimensions_are_no_memory_either(stored):
+    path, values = stored(4096)
+
+    class Holds(ctypes.Structure):
+        _fields_ = (("number", ctypes.c_int), ("object", ctypes.py_object))
+
+    class Plain(ctypes.Structure):
+        _fields_ = (("number", ctypes.c_uint32), ("O", ctypes.c_double))
+
+    thing = {"x": 1}
+    objects = [
+        numpy.array(thing, dtype=object),
+        numpy.array((1, thing), [("a", "i4"), ("b", "O")]),
+        ctypes.py_object(thing),
+        Holds(1, thing),
+    ]
+    with gpunvme.open(path, "r+") as file:
+        for holder in objects:
+            for call in (file.read_into, file.write_from):
+                with pytest.raises(TypeError, match="holds objects of Python's"):
+                    call(holder)
+        for plain in (Plain(), numpy.zeros((), "<f8"), ctypes.c_uint64(), numpy.zeros((), [("O", "i4")])):
+            size = len(bytes(plain))
+            assert file.read_into(plain).bytes == size and bytes(plain) == values[:size].tobytes()
 
 
 def test_structures_with_objects_in_them_are_refused_and_others_read(stored):

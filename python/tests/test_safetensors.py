@@ -279,6 +279,32 @@ def test_crafted_headers_are_refused_at_once(folder, header):
         ours.load_file(folder / "m.safetensors", framework="np")
 
 
+@pytest.mark.parametrize("dtype, bits", [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+def test_a_tensor_of_parts_of_bytes_is_refused_when_it_is_asked_for(folder, dtype, bits):
+    path, last = folder / "m.safetensors", bits  # of eight items, in bytes
+    header = {
+        "a": {"dtype": dtype, "shape": [2, 4], "data_offsets": [0, last]},
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [last, last + 3]},
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(last) + b"xyz")
+    with safe_open(path, "np") as theirs:
+        assert sorted(theirs.keys()) == ["a", "b"], "a file of the package's"
+    with ours.safe_open(path, "np") as file:
+        assert file.keys() == ["a", "b"] and file.get_slice("a").get_dtype() == dtype
+        assert file.get_tensor("b").tobytes() == b"xyz"
+        with pytest.raises(ValueError, match=f"no dtype for {dtype}"):
+            file.get_tensor("a")
+    assert ours.load_file(path, framework="np", names=["b"])["b"].tobytes() == b"xyz"
+    with pytest.raises(ValueError, match=f"no dtype for {dtype}"):
+        ours.load_file(path, framework="np")
+    # Seven items of so many bits end within a byte.
+    text = text.replace(b"[2, 4]", b"[1, 7]")
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(last) + b"xyz")
+    with pytest.raises(ValueError, match="lies where it cannot"):
+        ours.safe_open(path, "np")
+
+
 def test_an_index_of_other_things_is_refused(folder):
     (folder / "m.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
     with pytest.raises(ValueError, match="not the index"):

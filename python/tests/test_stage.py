@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import threading
+import time
 
 import pytest
 from conftest import program
@@ -66,6 +68,28 @@ exit 1
     with pytest.raises(RuntimeError, match=r'(?s)^{ not JSON\n{"done": 1}\n. no text$'):
         gpunvme.stage(source, folder, progress=lambda done, of: seen.append((done, of)))
     assert seen == [(1, 2)]
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "error"])
+def test_a_command_that_nobody_waits_for_any_more_is_ended(folder, source, tmp_path, monkeypatch, kind):
+    command = tmp_path / "bin" / "gpunvme"
+    command.parent.mkdir()
+    command.write_text("""#!/bin/sh
+printf '{"done": 1, "of": 2}\n' >&2
+exec sleep 30
+""")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+
+    def progress(done, of):
+        if kind == "error":
+            raise LookupError("no bar")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    begun = time.monotonic()
+    with pytest.raises(LookupError if kind == "error" else KeyboardInterrupt):
+        gpunvme.stage(source, folder, progress=progress)
+    assert time.monotonic() - begun < 20
 
 
 def test_a_quota_has_older_sets_go(folder, source, tmp_path):

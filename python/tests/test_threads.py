@@ -1,5 +1,6 @@
 """Many threads at once, with the interpreter's lock or without one (3.14t)."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -62,6 +63,37 @@ def test_closing_makes_no_thread_wait_that_has_the_interpreter(stored):
                 thread.join()
     """
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=100)
+
+
+@needs_cuda
+def test_a_call_that_is_the_last_to_use_a_closed_file_makes_no_thread_wait(stored):
+    """What goes then waits for a stream that another thread has yet to start."""
+    path, _ = stored(1 << 20)
+    code = """if True:
+        import sys, threading, time
+        import gpunvme
+        from raw_cuda import Array, Stream
+        from test_gpu import Gate
+
+        f = gpunvme.open(sys.argv[1])
+        ordered, stream, other = Array(1 << 20), Stream(), Stream()
+        late, first, second = Array(1 << 20, stream=other.handle.value), Gate(), Gate()
+        f.read_into(late)
+        first.close(stream)
+        second.close(other)
+        pending = f.read_into(ordered, stream=stream)
+        call = threading.Thread(target=f.read_into, args=(late,))
+        call.start()
+        time.sleep(0.2)  # it waits for the other stream
+        f.close()
+        second.open()
+        time.sleep(0.5)  # the call is over, and with it what the file was the last to use
+        first.open()
+        call.join()
+        assert pending.result(30).bytes == 1 << 20
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60, env=environment)
 
 
 @pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=needs_cuda)])

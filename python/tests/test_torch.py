@@ -1,10 +1,15 @@
 """Tensors of PyTorch: on a GPU where there is one that PyTorch reaches, else in host memory."""
 
+import ctypes
 import gc
 import threading
+import time
 
 import numpy
 import pytest
+from conftest import needs_cuda
+from raw_cuda import Stream
+from test_gpu import pinned
 
 import gpunvme
 import gpunvme.safetensors as ours
@@ -120,6 +125,55 @@ def test_streams_order_reads_and_writes(stored):
         assert read.result().bytes == write.result().bytes == 16 << 20
         assert not tensor.any()
     assert (path.parent / "copy").read_bytes() == (values + numpy.uint8(1)).tobytes()
+
+
+class OfTorch(Stream):
+    """A stream with what one of PyTorch has."""
+
+    stream_id = 7
+
+    @property
+    def cuda_stream(self):
+        return self.handle.value
+
+
+@needs_cuda
+def test_pinned_tensors_are_read_and_written_in_the_order_of_a_stream(stored):
+    """Only a GPU's memory is recorded in the stream: PyTorch refuses that of the host."""
+    path, values = stored(100_000)
+    stream, memory = OfTorch(), pinned(100_000, 0)
+    tensor = torch.frombuffer((ctypes.c_uint8 * 100_000).from_address(memory.value), dtype=torch.uint8)
+    with gpunvme.open(path) as f, gpunvme.open(path.parent / "copy", "w") as copy:
+        read, write = f.read_into(tensor, stream=stream), copy.write_from(tensor, stream=stream)
+        assert read.result(30).bytes == write.result(30).bytes == 100_000
+    assert (path.parent / "copy").read_bytes() == tensor.numpy().tobytes() == values.tobytes()
+
+
+@needs_cuda
+def test_what_cannot_be_recorded_in_a_stream_is_not_put_there(stored):
+    """A request whose call failed would use memory that nothing keeps."""
+    path, _ = stored(100_000)
+
+    class Refusing(torch.Tensor):
+        is_cuda = True
+
+        def detach(self):
+            return self
+
+        def get_device(self):
+            return 0
+
+        def record_stream(self, stream):
+            raise LookupError("no such stream")
+
+    stream, memory = OfTorch(), pinned(100_000, 0)
+    tensor = torch.frombuffer((ctypes.c_uint8 * 100_000).from_address(memory.value), dtype=torch.uint8)
+    with gpunvme.open(path) as f:
+        with pytest.raises(LookupError, match="no such stream"):
+            f.read_into(tensor.as_subclass(Refusing), stream=stream)
+        stream.synchronize()
+        time.sleep(0.2)
+    assert not tensor.any()
 
 
 @on_gpu

@@ -230,7 +230,8 @@ impl Front {
     ) {
         // What failed may have been done in part.
         let has_pages = self.lookups.may_have(ino, std::iter::once(range.clone()));
-        if !has_pages && !(written.is_ok() && self.fs.are_attributes_kept(ino)) {
+        let has_attributes = written.is_ok() && self.fs.are_attributes_kept(ino);
+        if !has_pages && !has_attributes {
             return done(written);
         }
         let front = self.clone();

@@ -258,7 +258,8 @@ impl Front {
                     done(changed);
                     if may_be_shorter {
                         // The kernel keeps length and pages where it is told of an error.
-                        front.invalidate_later(caller.owner(), ino, vec![size..i64::MAX as u64]);
+                        let behind = size..i64::MAX as u64;
+                        front.invalidate_later(caller.owner(), ino, vec![behind]);
                     }
                 };
                 self.wait(
