@@ -26,10 +26,10 @@ use crate::{BlockDevice, Error, Geometry, Length, NoPeerToPeer, Queue, Region, R
 /// A request is cut where units end; what of it lies on one member goes there as one request. It
 /// is over when all of them are. An error names the member, and has the offset there.
 ///
-/// Locks: `joining` before `users`. The first is shared by those who open queues and map memory that
-/// is not this process's own, also while they wait for a member: none of them waits for another.
-/// Members that join have it for themselves, and wait for those. The second is held for moments
-/// only.
+/// Locks: `joining` before `users`. The first is shared by those who open queues and map memory
+/// that is not this process's own, also while they wait for a member: none of them waits for
+/// another. Members that join have it for themselves, and wait for those. The second is held for
+/// moments only.
 pub struct StripeDevice {
     shared: Arc<Shared>,
     joining: RwLock<()>,

@@ -386,8 +386,8 @@ fn the_times_of_a_write_that_its_process_does_not_wait_for_are_seen() {
     }
 }
 
-/// The kernel forgets pages when it sends such a write, and another process may read them anew before
-/// the write is done.
+/// The kernel forgets pages when it sends such a write, and another process may read them anew
+/// before the write is done.
 #[test]
 fn pages_that_are_read_beside_a_write_that_its_process_does_not_wait_for_are_not_older_than_it() {
     needs_mount!();

@@ -204,8 +204,8 @@ impl Filesystem {
         ended
     }
 
-    /// Passes where the holes in blocks `from..to` may have room: nothing is taken for what cannot be
-    /// had as a whole.
+    /// Passes where the holes in blocks `from..to` may have room: nothing is taken for what cannot
+    /// be had as a whole.
     fn has_room(self: &Arc<Self>, ino: u64, from: u64, to: u64) -> Result<(), FsError> {
         let has = self.volume.wait(|| self.volume.stored_attributes(ino))?.inode.blocks;
         self.wait(|| self.volume.may_have((to - from).saturating_sub(has)))

@@ -215,11 +215,11 @@ impl Front {
         );
     }
 
-    /// Answers an O_DIRECT write when the kernel has forgotten what is out of date with it: pages of
-    /// the range, and attributes. It forgets them itself when it sends the write; but where the
-    /// writer does not wait (io_submit(2), io_uring) it does not do so again when the write ends, and
-    /// may have asked in between. Pages it may have to wait for are locked for reads, which do not
-    /// wait for this write.
+    /// Answers an O_DIRECT write when the kernel has forgotten what is out of date with it: pages
+    /// of the range, and attributes. It forgets them itself when it sends the write; but where the
+    /// writer does not wait (io_submit(2), io_uring) it does not do so again when the write ends,
+    /// and may have asked in between. Pages it may have to wait for are locked for reads, which do
+    /// not wait for this write.
     fn answer_direct(
         self: &Arc<Self>,
         owner: Owner,
