@@ -64,6 +64,21 @@ pub fn check(address: u64, len: u64) -> Result<()> {
     Ok(())
 }
 
+/// Whether CUDA knows all of a range.
+///
+/// # Errors
+/// What CUDA says.
+pub fn is_known(address: u64, len: u64) -> Result<bool> {
+    let (mut at, end) = (address, address.saturating_add(len));
+    while at < end {
+        match self::at(at)? {
+            Some(found) if (found.base..found.base + found.len).contains(&at) => at = found.base + found.len,
+            _ => return Ok(false),
+        }
+    }
+    Ok(true)
+}
+
 /// The index of the GPU that an address is of.
 pub fn gpu_of(address: u64) -> Option<usize> {
     match at(address).ok()??.place {

@@ -2,7 +2,8 @@
 //!
 //! What is asked for is looked at when the call is made, and again when the stream comes to it. In
 //! a stream that was registered, all of it may change meanwhile but for what the flags say is
-//! fixed: a kernel copies then, which finds what it is to do when the stream comes to it. In one
+//! fixed: a kernel copies then, which finds what it is to do when the stream comes to it. Offsets
+//! that may change need not be set at the call yet: the memory is known by its base then. In one
 //! that was not registered copies are put into the stream when the call is made, so that a file
 //! offset may change by whole blocks, and what else has changed is refused with
 //! [`Code::AsyncNotSupported`], in the result. The same goes for managed memory, and memory that
@@ -121,13 +122,46 @@ pub struct Request {
 unsafe impl Send for Request {}
 
 impl Request {
+    /// Its size, and the offsets in the file and in memory, as they are now.
+    ///
+    /// # Safety
+    /// As [`submit`].
+    unsafe fn numbers(&self) -> (usize, i64, i64) {
+        // SAFETY: none is NULL, and the application vouches for them.
+        unsafe { (self.size.read_volatile(), self.file_offset.read_volatile(), self.memory_offset.read_volatile()) }
+    }
+
+    /// What is asked for now.
+    ///
     /// # Safety
     /// As [`submit`].
     unsafe fn range(&self) -> Result<Range> {
-        // SAFETY: none is NULL, and the application vouches for them.
-        let (size, file, memory) =
-            unsafe { (self.size.read_volatile(), self.file_offset.read_volatile(), self.memory_offset.read_volatile()) };
+        // SAFETY: as the caller says.
+        let (size, file, memory) = unsafe { self.numbers() };
         Range::new(self.memory as usize, size, file, memory)
+    }
+
+    /// What is asked for at the call, in a stream that was registered with `flags`, if it was. An
+    /// offset that may change yet counts as 0 where it is no place now: whatever was in the
+    /// application's variable.
+    ///
+    /// # Safety
+    /// As [`submit`].
+    unsafe fn submitted(&self, flags: Option<u32>) -> Result<Range> {
+        // SAFETY: as the caller says.
+        let (size, mut file, mut memory) = unsafe { self.numbers() };
+        let base = self.memory as usize;
+        let may_change = |flag| flags.is_some_and(|flags| flags & flag == 0);
+        if may_change(STREAM_FIXED_FILE_OFFSET) && Range::new(base, size, file, 0).is_err() {
+            file = 0;
+        }
+        if may_change(STREAM_FIXED_MEMORY_OFFSET) && memory != 0 {
+            let is_known = |range: Range| memory::is_known(range.address, range.len as u64);
+            if !Range::new(base, size, file, memory).and_then(is_known).unwrap_or(false) {
+                memory = 0;
+            }
+        }
+        Range::new(base, size, file, memory)
     }
 
     /// # Safety
@@ -154,10 +188,13 @@ pub unsafe fn submit(open: &Arc<Open>, file: Arc<Registered>, direction: Directi
         return unsafe { real.in_stream(direction, &request) };
     }
     // SAFETY: as the caller says.
-    let range = unsafe { request.range() }?;
+    let (flags, range) = unsafe {
+        let flags = open.streams.of(request.stream as usize)?;
+        (flags, request.submitted(flags)?)
+    };
     if let Server::Mount(on) = &file.server {
         // SAFETY: as the caller says.
-        let begun = unsafe { on_mount(open, on, direction, request, range) };
+        let begun = unsafe { on_mount(open, on, direction, request, range, flags) };
         if let Some(begun) = begun {
             return begun;
         }
@@ -178,14 +215,16 @@ pub unsafe fn submit(open: &Arc<Open>, file: Arc<Registered>, direction: Directi
 ///
 /// # Safety
 /// As [`submit`].
-unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, request: Request, range: Range) -> Option<Result<()>> {
+unsafe fn on_mount(
+    open: &Arc<Open>,
+    on: &MountFile,
+    direction: Direction,
+    request: Request,
+    range: Range,
+    flags: Option<u32>,
+) -> Option<Result<()>> {
     let transfers = match transfer::transfers(open, on, range) {
         Ok(transfers) => transfers?,
-        Err(failure) => return Some(Err(failure)),
-    };
-    // SAFETY: it is the application's stream, as the caller says.
-    let flags = match unsafe { open.streams.of(request.stream as usize) } {
-        Ok(flags) => flags,
         Err(failure) => return Some(Err(failure)),
     };
     let (block, started) = (on.mount.block, Instant::now());
@@ -210,7 +249,12 @@ unsafe fn on_mount(open: &Arc<Open>, on: &MountFile, direction: Direction, reque
             Some(Ok(()))
         }
         Err(error) => match transfer::outcome(range, Err(error)) {
-            Outcome::Ordinary => None,
+            // Ordinary memory is known by its base: what lies past memory of CUDA's is none.
+            Outcome::Ordinary => match memory::at(range.base) {
+                Ok(None) => None,
+                Ok(Some(_)) => Some(Err(Code::PointerRange.into())),
+                Err(failure) => Some(Err(failure)),
+            },
             Outcome::Done(done) => Some(done.map(|_| ())),
         },
     }
@@ -236,10 +280,7 @@ impl Watch {
     /// What is asked for now, but for what the flags say is as it was.
     fn now(&self) -> Result<Range> {
         // SAFETY: the stream has not passed the request, so that the application keeps them.
-        let (size, file, memory) = unsafe {
-            let Request { size, file_offset, memory_offset, .. } = self.request;
-            (size.read_volatile(), file_offset.read_volatile(), memory_offset.read_volatile())
-        };
+        let (size, file, memory) = unsafe { self.request.numbers() };
         let is_fixed = |flag| self.flags & flag != 0;
         let size = if is_fixed(STREAM_FIXED_SIZE) { self.range.len } else { size };
         let file = if is_fixed(STREAM_FIXED_FILE_OFFSET) { self.range.file_offset as i64 } else { file };

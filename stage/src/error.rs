@@ -56,6 +56,10 @@ pub enum Error {
     Space { needed: u64, free: u64 },
     #[error("{}: a file has that name, or that of a folder above, perhaps one of another set: take another folder, or that set with --include", .0.display())]
     FileThere(PathBuf),
+    #[error(
+        "{}: a folder has that name, with files that are not of this set, or were changed here: move them away, or take another folder", .0.display()
+    )]
+    FolderThere(PathBuf),
     #[error("{} holds the set of {there}: take another folder for {asked}", folder.display())]
     OtherSet { folder: PathBuf, there: String, asked: String },
     #[error("{} is no manifest of a set; remove it, and the files are fetched anew", .0.display())]

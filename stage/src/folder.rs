@@ -6,13 +6,14 @@ use crate::error::{Error, Result};
 use crate::exclusive;
 use crate::manifest::{Entry, Manifest};
 use crate::memory::Data;
+use crate::names::OWN;
 use crate::own::{self, FOLDER, Own};
 use gpunvme::Mount;
 use gpunvme_programs::sets::Quota;
 use rustix::fs::{AtFlags, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat, Timespec, Timestamps};
 use rustix::io::Errno;
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{File, Metadata};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -271,25 +272,27 @@ impl Folder {
     }
 
     /// Gives partial files, which are durable, their names: pairs of both. The names are durable
-    /// afterwards. They replace files of the same names.
+    /// afterwards. They replace files of the same names. Says of each, in their order, whether it
+    /// has its name: what is in the way of one is not in that of others.
     ///
     /// # Errors
-    /// [`Error::Path`]; a folder of a name that is a symbolic link is one.
-    pub fn appear<'a>(&self, files: impl Iterator<Item = (&'a str, &'a str)>) -> Result<()> {
+    /// [`Error::Path`] where names may not be durable. Of a file, where it has not got its name; a
+    /// folder of a name that is a symbolic link is a reason.
+    pub fn appear<'a>(&self, files: impl Iterator<Item = (&'a str, &'a str)>) -> Result<Vec<Result<()>>> {
         let mut folders: BTreeMap<&str, OwnedFd> = BTreeMap::new();
-        for (partial, name) in files {
-            let (above, last) = name.rsplit_once('/').unwrap_or(("", name));
-            let folder = match folders.entry(above) {
+        let mut appear = |partial, name: &'a str| {
+            let folder = match folders.entry(folder_part(name)) {
                 Slot::Occupied(known) => known.into_mut(),
                 Slot::Vacant(slot) => slot.insert(self.folder_of(name, true)?),
             };
             let failed = Error::path(self.path_of(name), "give it its name");
-            rustix::fs::renameat(&self.partial, partial, &*folder, last).map_err(failed)?;
-        }
+            rustix::fs::renameat(&self.partial, partial, &*folder, last_part(name)).map_err(failed)
+        };
+        let appeared = files.map(|(partial, name)| appear(partial, name)).collect();
         for (above, folder) in folders {
             rustix::fs::fsync(folder).map_err(Error::path(self.path_of(above), "make its names durable"))?;
         }
-        Ok(())
+        Ok(appeared)
     }
 
     /// Opens a file of the set to read. No symbolic link leads there.
@@ -303,8 +306,8 @@ impl Folder {
         open.map(File::from).map_err(Error::path(self.path_of(name), "open it"))
     }
 
-    /// Removes a file of the set that is as `hydrate` left it and that no process has open. Says
-    /// whether it did. A file that takes its name meanwhile stays.
+    /// Removes a file of the set that is as `hydrate` left it, has no other name, and that no
+    /// process has open. Says whether it did. A file that takes its name meanwhile stays.
     ///
     /// # Errors
     /// [`Error::Path`].
@@ -324,11 +327,12 @@ impl Folder {
         rustix::fs::renameat(&folder, last_part(name), &self.partial, LEAVES).map_err(failed("remove it"))?;
         let took = rustix::fs::statat(&self.partial, LEAVES, AtFlags::SYMLINK_NOFOLLOW).map_err(failed("ask what it is"))?;
         let left = rustix::fs::fstat(&file).map_err(failed("ask what it is"))?;
-        if (took.st_dev, took.st_ino) == (left.st_dev, left.st_ino) {
+        if (took.st_dev, took.st_ino) == (left.st_dev, left.st_ino) && left.st_nlink == 1 {
             self.remove_partial(LEAVES)?;
             return Ok(true);
         }
-        // Another one, which a process has just given that name. One that came after it is newer.
+        // Another one, which a process has just given that name, or one that has just got a
+        // second. What came after it is newer.
         let back = RenameFlags::NOREPLACE;
         match rustix::fs::renameat_with(&self.partial, LEAVES, &folder, last_part(name), back) {
             Ok(()) => Ok(false),
@@ -351,14 +355,76 @@ impl Folder {
         Ok(())
     }
 
+    /// Removes the folders that have one of these names, with the files in them that `entry`
+    /// knows, if those are all there are and as `hydrate` left them. Returns the files' names.
+    ///
+    /// # Errors
+    /// [`Error::FolderThere`] where something else is in one of them; nothing has gone then.
+    /// [`Error::Path`].
+    pub fn remove_folders<'a>(
+        &self,
+        names: impl Iterator<Item = &'a str>,
+        entry: impl Fn(&str) -> Option<&'a Entry>,
+    ) -> Result<Vec<String>> {
+        let mut wanted: BTreeMap<&str, HashSet<&str>> = BTreeMap::new();
+        for name in names {
+            wanted.entry(folder_part(name)).or_default().insert(last_part(name));
+        }
+        let (mut folders, mut files) = (Vec::new(), Vec::new());
+        for (above, wanted) in wanted {
+            // Where there is no folder, or one that cannot be entered, no name is another's.
+            let entries = self.entries(above).unwrap_or_default();
+            let is_wanted = |(name, kind): &(String, FileType)| *kind == FileType::Directory && wanted.contains(last_part(name));
+            folders.extend(entries.into_iter().filter(is_wanted).map(|(name, _)| (name.clone(), name)));
+        }
+        // Those in a folder come after it.
+        let mut at = 0;
+        while let Some((folder, root)) = folders.get(at).cloned() {
+            for (name, kind) in self.entries(&folder)? {
+                match entry(&name) {
+                    _ if kind == FileType::Directory && last_part(&name) != OWN => folders.push((name, root.clone())),
+                    Some(entry) if self.has_file(&name, entry) => files.push((name, entry)),
+                    _ => return Err(Error::FolderThere(self.path_of(&root))),
+                }
+            }
+            at += 1;
+        }
+        for (name, entry) in &files {
+            self.remove(name, entry)?;
+        }
+        for (name, _) in folders.iter().rev() {
+            let failed = Error::path(self.path_of(name), "remove the empty folder");
+            rustix::fs::unlinkat(self.folder_of(name, false)?, last_part(name), AtFlags::REMOVEDIR).map_err(failed)?;
+        }
+        Ok(files.into_iter().map(|(name, _)| name).collect())
+    }
+
+    /// What is in a folder of the set, by the names that it would have in the set.
+    ///
+    /// # Errors
+    /// [`Error::Path`]; a symbolic link on the way is one.
+    fn entries(&self, folder: &str) -> Result<Vec<(String, FileType)>> {
+        let prefix = if folder.is_empty() { String::new() } else { format!("{folder}/") };
+        let failed = || Error::path(self.path_of(folder), "read it");
+        let mut found = Vec::new();
+        for entry in Dir::read_from(self.folder_of(&prefix, false)?).map_err(failed())? {
+            let entry = entry.map_err(failed())?;
+            // What is not UTF-8 is of no set, under any name.
+            let last = entry.file_name().to_string_lossy();
+            if !matches!(&*last, "." | "..") {
+                found.push((format!("{prefix}{last}"), entry.file_type()));
+            }
+        }
+        Ok(found)
+    }
+
     /// The folder that a name of the set is in; no symbolic link leads there. With `make` the
     /// folders on the way that are not there are made, and durable.
     fn folder_of(&self, name: &str, make: bool) -> Result<OwnedFd> {
         let path = self.path_of(name);
         let failed = |action| Error::path(&path, action);
         let mut folder = rustix::io::fcntl_dupfd_cloexec(&self.root, 0).map_err(failed("open its folder"))?;
-        let folders = name.rsplit_once('/').map_or("", |(folders, _)| folders);
-        for part in folders.split('/').filter(|part| !part.is_empty()) {
+        for part in folder_part(name).split('/').filter(|part| !part.is_empty()) {
             if make {
                 match rustix::fs::mkdirat(&folder, part, Mode::from_raw_mode(0o777)) {
                     Ok(()) => rustix::fs::fsync(&folder).map_err(failed("make its folder durable"))?,
@@ -370,6 +436,11 @@ impl Folder {
         }
         Ok(folder)
     }
+}
+
+/// The folders that a name is in.
+fn folder_part(name: &str) -> &str {
+    name.rsplit_once('/').map_or("", |(folders, _)| folders)
 }
 
 /// A name without the folders it is in.
@@ -384,7 +455,7 @@ fn time_of(found: &Stat) -> i128 {
 
 fn is_as_left(found: &Metadata, entry: &Entry) -> bool {
     let modified = i128::from(found.mtime()) * NANOSECONDS + i128::from(found.mtime_nsec());
-    found.is_file() && found.len() == entry.size && modified == entry.modified
+    found.is_file() && found.nlink() == 1 && found.len() == entry.size && modified == entry.modified
 }
 
 /// The partial files in an open folder, which lies at `path`, with the bytes of its object that

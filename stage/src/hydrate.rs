@@ -265,7 +265,8 @@ fn is_same_set(manifest: &Manifest, what: &Hydration) -> Result<()> {
 }
 
 /// Removes files that were objects of the set and whose names are folders by now, as a marker that
-/// a console made for a folder.
+/// a console made for a folder; and the other way round, folders that have nothing in them but
+/// such files, and whose names are objects by now.
 fn make_way(objects: &[Object], folder: &Folder, manifest: &mut Manifest) -> Result<()> {
     let folders = objects.iter().flat_map(|object| object.name.match_indices('/').map(|(at, _)| &object.name[..at]));
     let in_the_way: BTreeMap<_, _> = folders.filter_map(|name| manifest.files.get_key_value(name)).collect();
@@ -274,7 +275,8 @@ fn make_way(objects: &[Object], folder: &Folder, manifest: &mut Manifest) -> Res
         folder.remove(&name, &entry)?;
         manifest.evict(&name)?;
     }
-    Ok(())
+    let gone = folder.remove_folders(objects.iter().map(|object| &*object.name), |name| manifest.files.get(name))?;
+    gone.iter().try_for_each(|name| manifest.evict(name))
 }
 
 /// The name of the partial file of one version of an object.
@@ -425,25 +427,28 @@ impl Run {
     }
 
     /// Makes files durable and gives them their names, in groups: those that were settled meanwhile
-    /// are the next, so that small objects share what that costs.
+    /// are the next, so that small objects share what that costs. The first that cannot have its
+    /// name is the error, once the others have theirs.
     fn name(&self, mut settled: mpsc::Receiver<Settled>) -> Result<()> {
-        let mut group = Vec::new();
+        let (mut group, mut all) = (Vec::new(), Ok(()));
         while settled.blocking_recv_many(&mut group, GROUP) > 0 {
             self.folder.sync(group.iter().map(|file: &Settled| &*file.partial))?;
             let named = group.iter().map(|file| (file.partial.clone(), file.name.clone(), file.entry.clone()));
             self.manifest().name_files(named)?;
-            self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
+            let appeared = self.folder.appear(group.iter().map(|file: &Settled| (&*file.partial, &*file.name)))?;
+            let (named, refused): (Vec<_>, Vec<_>) = group.drain(..).zip(appeared).partition(|(_, appeared)| appeared.is_ok());
+            all = refused.into_iter().fold(all, |all, (_, refused)| all.and(refused));
             let mut manifest = self.manifest();
-            group.iter().for_each(|file| {
+            named.iter().for_each(|(file, _)| {
                 self.tell(&Event::There { name: &file.name, size: file.entry.size, modified: modified(file.entry.modified) })
             });
-            let partials: Vec<_> = group.iter().map(|file| file.partial.clone()).collect();
-            manifest.add_files(group.drain(..).map(|file| (file.name, file.entry)))?;
+            let partials: Vec<_> = named.iter().map(|(file, _)| file.partial.clone()).collect();
+            manifest.add_files(named.into_iter().map(|(file, _)| (file.name, file.entry)))?;
             for partial in partials {
                 manifest.drop_parts(&partial)?;
             }
         }
-        Ok(())
+        all
     }
 
     /// Brings a part into the partial file, with its sum of `kind`. The only one settles the file;

@@ -68,26 +68,37 @@ impl Rank {
     /// files of one name.
     pub async fn send(&self, store: &Store, part: &Part) -> Result<usize> {
         store.put_json(&self.place(self.share.index), part).await?;
-        let mut manifest = SetManifest::default();
-        let (mut all_held, mut there) = (Vec::new(), 0);
-        for index in 0..self.share.of {
-            let found = store.json::<Part>(&self.place(index)).await?.filter(|part| part.attempt == self.attempt);
-            let Some(Part { objects, held, .. }) = found else { continue };
-            there += 1;
-            all_held.extend(held);
-            for (name, published) in objects {
-                if manifest.objects.insert(name.clone(), published.clone()).is_some_and(|other| other != published) {
-                    return Err(Error::Twice(name));
+        loop {
+            let parts = self.parts(store).await?;
+            let mut manifest = SetManifest::default();
+            for (name, published) in parts.iter().flat_map(|part| &part.objects) {
+                if manifest.objects.insert(name.clone(), published.clone()).is_some_and(|other| other != *published) {
+                    return Err(Error::Twice(name.clone()));
                 }
             }
-        }
-        // Another may have closed it at the same moment.
-        if there == self.share.of && store.manifest().await?.as_ref() != Some(&manifest) {
-            for name in all_held {
-                store.copy(&held(&name), &name).await?;
+            // Another may have closed it at the same moment.
+            if parts.len() < self.share.of || store.manifest().await?.as_ref() == Some(&manifest) {
+                return Ok(parts.len());
+            }
+            for name in parts.iter().flat_map(|part| &part.held) {
+                store.copy(&held(name), name).await?;
             }
             store.put_json(SET_MANIFEST, &manifest).await?;
+            // Who begins again withdraws its part first and removes the manifest then, which may
+            // have been before this one came.
+            if self.parts(store).await? == parts {
+                return Ok(parts.len());
+            }
+            store.remove(SET_MANIFEST).await?;
         }
-        Ok(there)
+    }
+
+    /// The parts of this attempt that the store has.
+    async fn parts(&self, store: &Store) -> Result<Vec<Part>> {
+        let mut parts = Vec::new();
+        for index in 0..self.share.of {
+            parts.extend(store.json::<Part>(&self.place(index)).await?.filter(|part| part.attempt == self.attempt));
+        }
+        Ok(parts)
     }
 }

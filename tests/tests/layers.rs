@@ -5,6 +5,7 @@ use std::fs;
 use std::ops::Range;
 use std::time::Duration;
 
+use cudarc::driver::sys;
 use gpunvme::gpu::{Caching, LayerLoader, LayerSettings, Observer, Segment, Settings, Tier, Transfers};
 use gpunvme::{Error, File, Mount, Transfer};
 use gpunvme_cuda::{Cuda, Gpu, Stream, Which};
@@ -249,6 +250,63 @@ fn layers_that_cannot_be_read_are_an_error_and_no_wait_for_ever() {
         // SAFETY: as above.
         let again = unsafe { loader.next(name) };
         assert!(again.is_err(), "after an error there are no more layers");
+    });
+}
+
+/// The use of the layer before has no end then, and its memory is not to be filled anew.
+#[test]
+fn after_cuda_has_refused_the_end_of_a_use_there_are_no_more_layers() {
+    needs_mount!();
+    with_software_cuda("gpus=2", || {
+        let (site, layers) = (Site::new(), layers());
+        // CUDA takes no event of one GPU into a stream of another.
+        let elsewhere = own_stream(Cuda::load().unwrap().gpu(Which::Index(1)).unwrap());
+        for (resident, buffers) in [(0, 2), (930_000, 3)] {
+            let mut loader = site.loader(&layers, LayerSettings { resident, buffers, ..LayerSettings::default() });
+            // SAFETY: the streams are never destroyed.
+            let mut next = |stream| unsafe { loader.next(stream) };
+            while next(site.name).unwrap().tier == Tier::Resident {}
+            assert!(matches!(next(elsewhere).unwrap_err(), Error::Cuda { .. }));
+            for _ in 0..2 * layers.len() {
+                next(site.name).expect_err("after an error there are no more layers");
+            }
+        }
+    });
+}
+
+/// Does something while the stream is captured into a graph, which is thrown away.
+fn while_captured<T>(site: &Site, does: impl FnOnce() -> T) -> T {
+    let (stream, mut graph) = (site.name as sys::CUstream, std::ptr::null_mut());
+    let _entered = site.gpu.enter().unwrap();
+    // SAFETY: the stream is never destroyed, and the graph is ours.
+    unsafe {
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        sys::cuStreamBeginCapture_v2(stream, mode).result().unwrap();
+        let done = does();
+        sys::cuStreamEndCapture(stream, &mut graph).result().unwrap();
+        sys::cuGraphDestroy(graph).result().unwrap();
+        done
+    }
+}
+
+#[test]
+fn a_stream_that_is_captured_is_refused_and_the_loader_goes_on_afterwards() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let (site, layers) = (Site::new(), layers());
+        let mut loader = site.loader(&layers, LayerSettings::default());
+        for layer in 0..2 * layers.len() {
+            // SAFETY: the stream is never destroyed.
+            assert_eq!(unsafe { loader.next(site.name) }.unwrap().number, layer % layers.len());
+            let refused = while_captured(&site, || {
+                // SAFETY: as above.
+                unsafe { [loader.next(site.name).unwrap_err(), loader.finish(site.name).unwrap_err()] }
+            });
+            assert!(refused.iter().all(|error| matches!(error, Error::StreamCaptured { .. })), "{refused:?}");
+        }
+        // SAFETY: as above.
+        unsafe { loader.finish(site.name) }.unwrap();
+        site.pass(&mut loader, &layers, 1);
     });
 }
 

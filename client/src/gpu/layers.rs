@@ -281,19 +281,20 @@ impl LayerLoader {
     /// # Errors
     /// Of a read before, as [`Transfers::read`], or [`Error::NotDone`] with `EIO` where the file
     /// became so short that it ends before a layer; [`Error::Cuda`]. After one there are no more
-    /// layers.
+    /// layers. [`Error::StreamCaptured`], which changes nothing.
     pub unsafe fn next(&mut self, stream: usize) -> Result<Layer> {
         // SAFETY: the caller vouches for the stream.
-        unsafe { self.end_use(stream) }?;
+        let stream = unsafe { self.stream(stream) }?;
+        self.end_use(&stream)?;
         let number = (self.count % self.layers.len() as u64) as usize;
         let layer = &self.layers[number];
         let mut address = layer.address;
-        if layer.tier != Tier::Resident {
+        if layer.tier == Tier::Resident {
+            self.shared.wait_for(0)?;
+        } else {
+            self.shared.wait_for(self.uses + 1)?;
             let at = (self.uses % self.shared.buffers.len() as u64) as usize;
-            self.shared.wait_for(self.uses)?;
             let buffer = &self.shared.buffers[at];
-            // SAFETY: as above.
-            let stream = unsafe { self.stream(stream) }?;
             stream.wait(&buffer.filled).map_err(|error| self.failed(error))?;
             address = buffer.memory.address();
             self.uses += 1;
@@ -313,10 +314,8 @@ impl LayerLoader {
     /// As for [`LayerLoader::next`].
     pub unsafe fn finish(&mut self, stream: usize) -> Result<()> {
         // SAFETY: the caller vouches for the stream.
-        let stream = unsafe {
-            self.end_use(stream)?;
-            self.stream(stream)?
-        };
+        let stream = unsafe { self.stream(stream) }?;
+        self.end_use(&stream)?;
         stream.synchronize().map_err(|error| self.failed(error))?;
         self.shared.wait_for_answers(self.uses);
         let mut state = self.shared.state.lock();
@@ -327,24 +326,34 @@ impl LayerLoader {
         })
     }
 
-    /// Has the stream reach the end of the use of the buffer that was handed out last.
-    unsafe fn end_use(&mut self, stream: usize) -> Result<()> {
-        if let Some(at) = self.in_use.take() {
-            // SAFETY: the caller vouches for the stream.
-            let stream = unsafe { self.stream(stream) }?;
+    /// Has the stream reach the end of the use of the buffer that was handed out last. Until that
+    /// is in the stream the use goes on, and nothing is read into the buffer.
+    fn end_use(&mut self, stream: &Stream) -> Result<()> {
+        if let Some(at) = self.in_use {
             stream.record(&self.shared.buffers[at].used).map_err(|error| self.failed(error))?;
+            self.in_use = None;
             self.shared.state.lock().ended += 1;
             self.shared.changed.notify_all();
         }
         Ok(())
     }
 
-    unsafe fn stream(&self, stream: usize) -> Result<Stream> {
+    /// A stream of the application's. One that is captured would have the events in a graph, of
+    /// which nobody here knows when it runs, and how often.
+    unsafe fn stream(&self, number: usize) -> Result<Stream> {
+        let failed = |error| self.failed(error);
         // SAFETY: the caller vouches for the stream.
-        unsafe { Cuda::load()?.application_stream(stream) }.map_err(|error| self.failed(error))
+        let stream = unsafe { Cuda::load()?.application_stream(number) }.map_err(failed)?;
+        if stream.is_captured().map_err(failed)? {
+            return Err(Error::StreamCaptured { path: self.shared.path.clone(), action: "load layers", stream: number });
+        }
+        Ok(stream)
     }
 
+    /// CUDA refused something: there are no more layers.
     fn failed(&self, error: CudaError) -> Error {
+        self.shared.state.lock().stop = true;
+        self.shared.changed.notify_all();
         Error::in_stream(&self.shared.path, "load layers", self.shared.stream.number(), error)
     }
 }
@@ -369,7 +378,7 @@ impl FilledBuffer {
 }
 
 impl Shared {
-    /// Until so many fillings and one are in the stream.
+    /// Until so many fillings are in the stream. An error where there are no more.
     fn wait_for(&self, fillings: u64) -> Result<()> {
         let mut state = self.state.lock();
         loop {
@@ -383,7 +392,7 @@ impl Shared {
                 let path = self.path.clone();
                 return Err(Error::Path { path, action: "load layers of it after an error", errno: Errno::CANCELED });
             }
-            if state.begun > fillings {
+            if state.begun >= fillings {
                 return Ok(());
             }
             self.changed.wait(&mut state);

@@ -282,7 +282,10 @@ impl Transfers {
         let answer = Arc::new(Answer::default());
         let end = End::Pending(answer.clone());
         if let Some(mut executor) = self.inner.inline_executor(&found) {
-            let is_one_piece = direction == Direction::Read && found.is_one_piece(self.inner.blocks);
+            // What has to come from the page cache, and has left it since it was looked up, does
+            // not come from the device.
+            let may_call = direction == Direction::Read && self.require.route != Some(Route::Cache);
+            let is_one_piece = may_call && found.is_one_piece(self.inner.blocks);
             if is_one_piece && !self.is_cached(file, &found) && is_first_read(file, &self.inner.mount) {
                 let request = self.request(direction, (file, Source::Call(file.path().to_owned())), found, end)?;
                 return inline::serve(&mut executor, |executor| executor.read_by_call(request, file), &answer);

@@ -73,6 +73,26 @@ fn what_is_open_or_was_changed_here_is_not_evicted() {
     assert_eq!(files(&folder).into_keys().collect::<Vec<_>>(), ["mine", "one"]);
 }
 
+/// To remove one of its names would free nothing.
+#[test]
+fn a_file_with_another_name_here_stays_and_counts() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(9));
+    let (folder, kept) = (volume.path("sets/set"), volume.path("kept"));
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    fs::hard_link(folder.join("sub/block"), &kept).unwrap();
+    let said = fails(&evict(&folder, 0));
+    assert!(said.contains("hold 4096 bytes, over the quota of 0"), "{said}");
+    assert_eq!(files(&folder).into_keys().collect::<Vec<_>>(), ["sub/block"]);
+    // The same where a set that arrives has others go.
+    let mut other = hydrate(&store, &volume.path("sets/other"));
+    let said = fails(&other.args(["--quota", &size().to_string()]).output().unwrap());
+    assert!(said.contains("4096 bytes of other sets stay"), "{said}");
+    fs::remove_file(&kept).unwrap();
+    ends_well(&evict(&folder, 0));
+    assert_eq!(files(&folder).len(), 0);
+}
+
 #[test]
 fn no_manifest_leads_eviction_out_of_its_folder() {
     needs_mount!();

@@ -114,6 +114,68 @@ fn a_file_that_became_a_folder_in_the_store_makes_way() {
 }
 
 #[test]
+fn a_folder_that_became_a_file_in_the_store_makes_way() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    let folder = volume.path("set");
+    let put = |objects: &[&str]| {
+        let objects = objects.iter().map(|name| (format!("set/{name}"), tree::pattern(objects.len() as u64, 5000)));
+        store.state().objects = objects.collect();
+    };
+    let there = || files(&folder).into_keys().collect::<Vec<_>>();
+    put(&["a/b", "a/deep/er/c", "a/deep/d", "b/e", "c"]);
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    // Folders that eviction left are empty, and another may have been made here.
+    ends_well(&programs::command("gpunvme").args(["evict", "--quota", "0"]).arg(&folder).output().unwrap());
+    assert!(folder.join("a/deep/er").is_dir() && there().is_empty());
+    fs::create_dir_all(folder.join("c/mine")).unwrap();
+    put(&["a/deep", "b/e", "c"]);
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    assert_eq!(there(), ["a/deep", "b/e", "c"]);
+    // Files go that are as they came.
+    put(&["a", "b", "c"]);
+    let status = || ends_well(&programs::command("gpunvme").args(["stage", "status"]).arg(&folder).output().unwrap());
+    ends_well(&hydrate(&store, &folder).output().unwrap());
+    assert!(there() == ["a", "b", "c"] && status().contains("15000         3"), "{}", status());
+
+    // Others stay, and nothing is fetched, and nothing goes.
+    for (in_the_way, is_dir) in [("a/deep/mine", false), ("a/b", false), ("a/deep/.gpunvme-stage", true)] {
+        fs::remove_dir_all(&folder).unwrap();
+        put(&["a/b", "a/deep/c", "c", "e/f"]);
+        ends_well(&hydrate(&store, &folder).output().unwrap());
+        let path = folder.join(in_the_way);
+        if is_dir {
+            fs::create_dir(&path).unwrap()
+        } else {
+            fs::write(&path, "of my own").unwrap()
+        }
+        let before = files(&folder);
+        put(&["a", "c", "d", "e"]);
+        let reads = store.state().reads.values().sum::<u32>();
+        let said = fails(&hydrate(&store, &folder).output().unwrap());
+        assert!(said.contains("set/a: a folder has that name, with files that are not of this set"), "{said}");
+        assert!(files(&folder) == before && store.state().reads.values().sum::<u32>() == reads, "{in_the_way}");
+    }
+}
+
+/// Here because of a symbolic link, which is not followed.
+#[test]
+fn a_name_that_cannot_be_given_keeps_no_other_from_its_file() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), stored(5));
+    let folder = volume.path("set");
+    fs::create_dir_all(&folder).unwrap();
+    std::os::unix::fs::symlink("elsewhere", folder.join("b c")).unwrap();
+    let said = fails(&hydrate(&store, &folder).output().unwrap());
+    assert!(said.contains("set/b c/ü: cannot open its folder"), "{said}");
+    fs::remove_file(folder.join("b c")).unwrap();
+    let missing = |name: &String| name == "b c/ü";
+    assert!(files(&folder) == set(5).into_iter().filter(|(name, _)| !missing(name)).collect());
+    assert!(ends_well(&hydrate(&store, &folder).output().unwrap()).contains("fetched: 1, 70000 bytes"));
+    assert_eq!(files(&folder), set(5));
+}
+
+#[test]
 fn a_listing_of_many_answers_is_taken_whole() {
     needs_mount!();
     let (volume, store) = (Mounted::new(), stored(4));

@@ -213,6 +213,29 @@ fn ranks_publish_one_set_and_the_last_of_them_makes_it_valid() {
     fails(&publish(&store, &second, "run/step").args(["--rank", "1/2"]).output().unwrap());
 }
 
+/// A rank withdraws its part and the manifest before its files change; the manifest may come then.
+#[test]
+fn a_rank_that_begins_again_while_another_closes_the_set_leaves_no_manifest_of_its_old_files() {
+    needs_mount!();
+    let (volume, store) = (Mounted::new(), Store::new());
+    let (first, second) = (volume.path("node0"), volume.path("node1"));
+    for folder in [&first, &second] {
+        fill(folder, 5);
+    }
+    ends_well(&publish_rank(&store, &first, "0/2", "a").output().unwrap());
+    // Once the other rank has read it.
+    let part = "run/step/.gpunvme-stage/part-0-of-2".to_owned();
+    let withdrawn = br#"{"attempt": "none", "objects": {}, "held": []}"#.to_vec();
+    store.state().change = Some((part.clone(), 1, withdrawn));
+    let said = ends_well(&publish_rank(&store, &second, "1/2", "a").output().unwrap());
+    assert!(store.state().change.is_none() && said.contains("ranks done: 1 of 2"), "{said}");
+    let changes = store.state().changes.split_off(0);
+    let manifest = format!("run/step/{MANIFEST}");
+    assert_eq!(changes[changes.len() - 2..], [format!("PUT {manifest}"), format!("DELETE {manifest}")]);
+    ends_well(&publish_rank(&store, &first, "0/2", "a").output().unwrap());
+    assert!(store.state().objects.contains_key(&manifest), "it closes the set itself then");
+}
+
 #[test]
 fn what_readers_begin_with_is_replaced_and_never_away() {
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

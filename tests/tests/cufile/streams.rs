@@ -154,6 +154,59 @@ fn numbers_may_change_until_the_stream_comes_to_them() {
     });
 }
 
+/// The application sets them later: at the call they are whatever its variables had.
+#[test]
+fn offsets_of_a_registered_stream_need_be_no_places_before_it_comes_to_them() {
+    needs_mount!();
+    with_software_cuda("", || {
+        const ROOM: usize = 4 << 20;
+        const SIZE: usize = 100_000;
+        let (volume, cufile) = (Mounted::new(), in_use());
+        let data = tree::pattern(7, LEN);
+        fs::write(volume.path("file"), &data).unwrap();
+        let file = open(&volume.path("file"));
+        let handle = cufile.register(&file).unwrap();
+        let device = Device::zeroed(ROOM);
+        let nowhere = [(-1, 0), (0, -1), (0, ROOM as i64 - 1), (0, ROOM as i64), (0, 1 << 40), (i64::MIN, i64::MAX)];
+        for (at_call, flags) in nowhere.into_iter().flat_map(|at_call| [0, 4].map(|flags| (at_call, flags))) {
+            let stream = own_stream(gpu());
+            // SAFETY: it is a stream of the test's.
+            assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, flags) }, OK);
+            for (file_offset, memory_offset) in [(17, 4321), (4096, (ROOM - SIZE) as i64)] {
+                device.put(&vec![0; ROOM]);
+                let gate = Gate::before(stream);
+                let mut numbers = Numbers::new(SIZE, at_call.0, at_call.1);
+                // Were it to wait for the stream, this call would not return.
+                assert_eq!(read(handle, device.address(), &mut numbers, stream), OK, "{at_call:?}");
+                (numbers.file_offset, numbers.memory_offset) = (file_offset, memory_offset);
+                gate.open();
+                wait(stream);
+                assert_eq!(result_of(&numbers), SIZE as isize, "{at_call:?}, flags {flags}");
+                assert!(device.get(memory_offset as usize, SIZE) == data[file_offset as usize..][..SIZE], "{at_call:?}");
+            }
+            // Offsets that are no places then either are refused, in the result.
+            let mut numbers = Numbers::new(SIZE, at_call.0, at_call.1);
+            assert_eq!(read(handle, device.address(), &mut numbers, stream), OK);
+            wait(stream);
+            let expected = if at_call.0.min(at_call.1) < 0 { -5022 } else { -5014 };
+            assert_eq!(result_of(&numbers), expected, "{at_call:?}");
+        }
+        // What is fixed is no place ever; and a stream that was not registered is not asked again.
+        let past = (0, ROOM as i64);
+        for (flags, at_call, status) in
+            [(Some(2), (-1, 0), 5022), (Some(1), (0, -1), 5022), (Some(1), past, 5014), (None, (-1, 0), 5022), (None, past, 5014)]
+        {
+            let stream = own_stream(gpu());
+            if let Some(flags) = flags {
+                // SAFETY: it is a stream of the test's.
+                assert_eq!(unsafe { (cufile.cuFileStreamRegister)(stream, flags) }, OK);
+            }
+            let mut numbers = Numbers::new(SIZE, at_call.0, at_call.1);
+            assert_eq!(read(handle, device.address(), &mut numbers, stream), refused(status), "{flags:?} {at_call:?}");
+        }
+    });
+}
+
 #[test]
 fn what_cannot_be_done_is_refused_and_no_stream_hangs() {
     needs_mount!();

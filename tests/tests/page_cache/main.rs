@@ -507,3 +507,40 @@ fn a_driver_that_copies_by_the_processor_reads_nothing_of_the_page_cache() {
         assert!(copied > 0);
     });
 }
+
+/// The first read of a file, which the device is asked for by a call, while the room of its range
+/// is given to another.
+#[test]
+fn what_has_to_come_from_the_page_cache_comes_from_there_or_not_at_all() {
+    needs_mount!();
+    with_software_cuda("", || {
+        let volume = Mounted::new();
+        let (other, bytes) = resident(&volume, RANGE);
+        let (path, mut reader) = (volume.path("small"), Reader::new(4096));
+        fs::write(&path, &bytes[..4096]).unwrap();
+        let mut refused = 0;
+        for round in 0.. {
+            let transfers = transfers(&volume, Caching::ReadAgain, Some(RANGE));
+            let (file, other) = (File::open(&path).unwrap(), File::open(other.path()).unwrap());
+            assert_eq!(transfers.prepare(&file, 0, 4096).unwrap(), 4096);
+            let required = transfers.requiring(only(Route::Cache));
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_micros(round % 150 * 50));
+                    transfers.prepare(&other, 0, RANGE).unwrap();
+                });
+                match reader.read(&required, &file, 0, 4096) {
+                    Ok((done, read)) => assert!(done.moved.cache == 4096 && read == &bytes[..4096], "{:?}", done.moved),
+                    Err(error) => {
+                        assert_eq!(error.errno(), rustix::io::Errno::OPNOTSUPP, "{error}");
+                        refused += 1;
+                    }
+                }
+            });
+            if round >= 150 && refused > 0 {
+                break;
+            }
+            assert!(round < 3000, "the range was always there");
+        }
+    });
+}

@@ -148,8 +148,10 @@ impl Executor {
 
     /// Takes a read of one part that is one piece, and has its bytes brought into its slot by a
     /// call on the file itself: for a file that is read once that costs less than to make it known
-    /// to the ring. Only where all requests are answered, so that there is room.
+    /// to the ring. Only where all requests are answered, so that there is room, and of requests
+    /// that the device may serve.
     pub fn read_by_call(&mut self, request: Request, file: &File) {
+        debug_assert_ne!(request.require.route, Some(Route::Cache));
         if self.ring.has_ended() {
             return self.begin(request);
         }
