@@ -4,8 +4,10 @@
 //!
 //! It guards files against processes that have them open for less. What counts is that the process
 //! has a descriptor of this very file, open for this access: it need not be the one that the ioctl
-//! was called on. The kernel answers all questions here from memory, so no request to this daemon
-//! itself comes of them, and a file of another filesystem cannot hold it up.
+//! was called on. No question here is a request to this daemon itself. But a process may put any
+//! other descriptor in the place of the one that it named: the text about one of epoll(7) waits for
+//! whoever is in epoll_wait(2), and what is closed last here may be another's. So only threads look
+//! of which each user has a quota.
 
 use crate::calling_thread::start_of;
 use bitflags::bitflags;
@@ -56,7 +58,8 @@ impl Access {
 }
 
 /// What a thread's descriptor of this number, which must be one of this file, is open for. `thread`
-/// must name the thread that asks: nothing of its request has been answered.
+/// must name the thread that asks: nothing of its request has been answered. It may wait for the
+/// thread's user.
 ///
 /// # Errors
 /// [`Reason::DescriptorHidden`] where the daemon may not look, [`Reason::WrongDescriptor`] where

@@ -51,6 +51,9 @@ impl Reply {
     }
 }
 
+/// What was found of a process, the access that it has to a file, and a grant of that.
+pub(crate) type Shown<T> = (T, Access, u64);
+
 /// The daemon's end of the direct path for one mount.
 pub struct Server {
     /// The buffers.
@@ -81,8 +84,17 @@ impl Server {
         assert!(set.is_ok(), "a server has one mount");
     }
 
+    /// What `find` finds of a thread's process, and the access that the process has to a file by the
+    /// grant that it claims. None where it has no such grant.
+    pub(crate) fn granted<T>(&self, claim: Claim, ino: u64, find: impl Fn() -> Option<(T, Identity)>) -> Option<Shown<T>> {
+        let (found, process) = if claim.grant != 0 { find()? } else { return None };
+        let access = self.grants.check(claim.grant, process, ino)?;
+        Some((found, access, claim.grant))
+    }
+
     /// What `find` finds of a thread's process, the access that the process has to a file by what
-    /// it claims, and a grant of that access. None where `find` finds nothing.
+    /// it claims, and a grant of that access. None where `find` finds nothing. It may wait for the
+    /// process's user: to be called by [`Server::take_in`].
     ///
     /// The descriptor is looked at before `find` is asked whose the thread is: should the id be
     /// another process's by then, which has such a descriptor, that process has to own what is
@@ -93,12 +105,9 @@ impl Server {
         claim: Claim,
         ino: u64,
         find: impl Fn() -> Option<(T, Identity)>,
-    ) -> Result<Option<(T, Access, u64)>, Reason> {
-        if claim.grant != 0
-            && let Some((found, process)) = find()
-            && let Some(access) = self.grants.check(claim.grant, process, ino)
-        {
-            return Ok(Some((found, access, claim.grant)));
+    ) -> Result<Option<Shown<T>>, Reason> {
+        if let Some(shown) = self.granted(claim, ino, &find) {
+            return Ok(Some(shown));
         }
         let filesystem = *self.filesystem.get().ok_or(Reason::DescriptorHidden)?;
         let access = access::of_thread(thread, claim.descriptor, FileId { filesystem, ino })?;
@@ -189,18 +198,38 @@ impl Server {
 
     /// `READ` or `WRITE` by ioctl on the file of an inode, whose caller must not have been
     /// answered: it identifies the descriptor, the buffer, the process and the limits. `file` makes
-    /// the file, open for the access that the caller has shown.
+    /// the file, open for the access that the caller has shown: here by a grant, else on a thread of
+    /// which the user has a quota.
     pub fn transfer<F: OpenFile>(
-        &self,
+        self: &Arc<Self>,
         caller: Caller,
         (direction, request, claim): (Direction, TransferRequest, Claim),
         ino: u64,
-        file: impl FnOnce(Access) -> F,
+        file: impl FnOnce(Access) -> F + Send + 'static,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
         let buffer = request.buffer;
-        let find = || self.registry.lookup_with_owner(caller.thread, buffer).ok();
-        let shown = self.show(caller.thread, claim, ino, find);
+        let find = move |server: &Server| server.registry.lookup_with_owner(caller.thread, buffer).ok();
+        let transfer = (direction, request, claim);
+        if let Some(shown) = self.granted(claim, ino, || find(self)) {
+            return self.transfer_shown(caller, transfer, Ok(Some(shown)), file, done);
+        }
+        let server = self.clone();
+        self.take_in(caller.user, move |may| {
+            let may = may.map_err(|refusal| refusal.reason());
+            let shown = may.and_then(|()| server.show(caller.thread, claim, ino, || find(&server)));
+            server.transfer_shown(caller, transfer, shown, file, done);
+        });
+    }
+
+    fn transfer_shown<F: OpenFile>(
+        &self,
+        caller: Caller,
+        (direction, request, claim): (Direction, TransferRequest, Claim),
+        shown: Result<Option<Shown<Arc<Buffer>>>, Reason>,
+        file: impl FnOnce(Access) -> F,
+        done: impl FnOnce(Reply) + Send + 'static,
+    ) {
         let grant = shown.as_ref().ok().and_then(Option::as_ref).map_or(0, |(.., grant)| *grant);
         let requester = Box::new(Ioctl { caller, claim: Claim { grant, ..claim }, done });
         let asked = Asked { stats: self.stats.clone(), direction, request, requester, is_writing_permitted: None };

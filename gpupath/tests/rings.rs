@@ -3,7 +3,7 @@
 
 use gpunvme_abi::RingMemory;
 use gpunvme_abi::ring::{self as abi, ASLEEP, AWAKE, Attach, Detach, Submission, Word, ring_bytes};
-use gpunvme_abi::{Command, Reason, Register, Unregister};
+use gpunvme_abi::{Claim, Command, Direction, Reason, Register, Segment, Transfer, TransferFlags, TransferRequest, Unregister};
 use gpunvme_blockdev::sim::{Effect, Fault, On, SimController};
 use gpunvme_blockdev::{Io, OpenMode};
 use gpunvme_gpupath::admission::{Admitted, OpenFile};
@@ -18,7 +18,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, FromZeros};
 
@@ -214,6 +214,54 @@ impl OpenFile for Ending {
 fn register(server: &Server) -> u64 {
     let memory = memfd(LEN);
     answer::<Register>(&server.register(caller(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
+}
+
+/// Another descriptor may be in its place by then, which makes whoever looks at it wait.
+#[test]
+fn a_descriptor_is_looked_at_by_threads_of_its_users_quota_and_a_grant_by_any() {
+    let (server, _rings) = rings(2, 1);
+    let (buffer, shown) = (register(&server), any_file());
+    let ino = shown.metadata().unwrap().ino();
+    let stuck = || {
+        let (stay, stays) = mpsc::channel::<()>();
+        let stays = Arc::new(Mutex::new(stays));
+        for _ in 0..32 {
+            let stays = stays.clone();
+            server.take_in(1000, move |_| _ = stays.lock().unwrap().recv());
+        }
+        stay
+    };
+    let (answers, answered) = mpsc::channel::<Reply>();
+    let transfer = |grant| {
+        let segments = [Segment { file_offset: 0, buffer_offset: 0, len: 4096 }].into_iter().collect();
+        let request = TransferRequest { buffer, flags: TransferFlags::empty(), segments };
+        let claim = Claim { descriptor: shown.as_raw_fd(), grant };
+        let answers = answers.clone();
+        let done = move |reply| answers.send(reply).unwrap();
+        server.transfer(Caller { user: 1000, ..caller() }, (Direction::Read, request, claim), ino, |_| Done, done);
+    };
+    let granted = |reply: &Reply| answer::<Transfer>(reply).grant;
+    let stay = stuck();
+    transfer(0);
+    assert!(answered.try_recv().is_err(), "it was looked at here");
+    drop(stay);
+    let grant = granted(&answered.recv().unwrap());
+    let _stay = stuck();
+    transfer(grant);
+    assert_eq!(granted(&answered.try_recv().expect("a grant needs no look")), grant);
+}
+
+/// Ends its transfers at once.
+struct Done;
+
+impl OpenFile for Done {
+    fn ino(&self) -> u64 {
+        2
+    }
+
+    fn transfer(&self, admitted: Admitted) {
+        admitted.finish(&Outcome::default());
+    }
 }
 
 /// More rings get a user no more, and a user who comes later is served at once, whichever thread

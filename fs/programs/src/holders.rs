@@ -1,5 +1,5 @@
-//! Which processes have a file or a device open. Nothing is asked of a filesystem, which may not
-//! answer: `/proc` says what number a file has, and the kernel what it knows of it already.
+//! Which processes have a file or a device open. Nothing is asked that may not be answered, neither
+//! of a filesystem nor of what `/proc` says of a descriptor: the kernel knows what file it is of.
 
 use std::fs;
 use std::path::Path;
@@ -27,15 +27,8 @@ fn known(path: &Path) -> Option<Statx> {
 }
 
 fn has_open(process: u32, wanted: &Statx) -> bool {
-    let descriptors = fs::read_dir(format!("/proc/{process}/fdinfo")).into_iter().flatten().flatten();
-    let number = format!("ino:\t{}\n", wanted.stx_ino);
-    descriptors.map(|entry| entry.path()).any(|info| {
-        fs::read_to_string(&info).is_ok_and(|text| text.contains(&number))
-            && info.file_name().is_some_and(|descriptor| {
-                let link = Path::new("/proc").join(process.to_string()).join("fd").join(descriptor);
-                known(&link).is_some_and(|found| is_same(&found, wanted))
-            })
-    })
+    let descriptors = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+    descriptors.filter_map(|entry| known(&entry.path())).any(|found| is_same(&found, wanted))
 }
 
 fn is_same(one: &Statx, other: &Statx) -> bool {

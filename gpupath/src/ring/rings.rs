@@ -181,7 +181,7 @@ impl Rings {
 
     /// `ATTACH`, of the file of an inode, which `file` makes, open for the access that the caller
     /// has shown, when it is certain that it may be attached. `thread` is the caller's, which must
-    /// not have been answered.
+    /// not have been answered. To be called by [`Server::take_in`].
     pub fn attach(&self, thread: u32, request: &Attach, ino: u64, file: impl FnOnce(Access) -> Arc<dyn OpenFile>) -> Reply {
         let find = || self.find(thread, request.ring).map(|(_, ring)| (ring.clone(), ring.owner.identity()));
         let attached = match self.server.show(thread, request.claim(), ino, find) {

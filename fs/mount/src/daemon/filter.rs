@@ -43,6 +43,7 @@ const CALLS: &[libc::c_long] = &[
     libc::SYS_statfs,
     libc::SYS_fstatfs,
     libc::SYS_readlinkat,
+    libc::SYS_lgetxattr,
     libc::SYS_getdents64,
     libc::SYS_getcwd,
     libc::SYS_chdir,

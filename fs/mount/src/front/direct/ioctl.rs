@@ -28,20 +28,20 @@ impl Caller {
 }
 
 /// The file that an ioctl was called on, as its caller has it open.
-struct Opened<'a> {
-    front: &'a Arc<Front>,
+struct Opened {
+    front: Arc<Front>,
     caller: Caller,
     ino: u64,
     access: Access,
 }
 
-impl OpenFile for Opened<'_> {
+impl OpenFile for Opened {
     fn ino(&self) -> u64 {
         self.ino
     }
 
     fn transfer(&self, admitted: Admitted) {
-        let Opened { front, caller, ino, access } = *self;
+        let Opened { ref front, caller, ino, access } = *self;
         front.transfer(Transfer { admitted, caller, ino, access, unseen: None });
     }
 }
@@ -137,7 +137,8 @@ impl Front {
             drop(work);
             done(reply);
         };
-        let file = |access| Opened { front: self, caller, ino, access };
+        let front = self.clone();
+        let file = move |access| Opened { front, caller, ino, access };
         self.direct.server.transfer(caller.of_direct(), transfer, ino, file, done);
     }
 

@@ -67,8 +67,15 @@ impl Front {
                 if let Err(error) = regular {
                     return done(Reply::new(error.errno(), &request));
                 }
-                let file = |access| Arc::new(Attached::new(front, ino, access, caller.owner())) as Arc<dyn OpenFile>;
-                done(front.direct.rings.attach(caller.thread, &request, ino, file));
+                let server = &front.direct.server;
+                let front = front.clone();
+                server.take_in(caller.context.uid, move |may| {
+                    let file = |access| Arc::new(Attached::new(&front, ino, access, caller.owner())) as Arc<dyn OpenFile>;
+                    done(match may {
+                        Ok(()) => front.direct.rings.attach(caller.thread, &request, ino, file),
+                        Err(refusal) => Reply::new(refusal.errno(), &request),
+                    });
+                });
             },
         );
     }
