@@ -333,7 +333,8 @@ pub fn unmount_unless_busy(mount_point: &Path) -> Output {
     }
 }
 
-fn find_daemon(image: &Path) -> Option<Pid> {
+/// The daemon of a mount of an image, if one runs.
+pub fn find_daemon(image: &Path) -> Option<Pid> {
     std::fs::read_dir("/proc").expect("/proc").flatten().find_map(|entry| {
         let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
         let command = std::fs::read(entry.path().join("cmdline")).ok()?;

@@ -8,7 +8,8 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use gpunvme_tests::loop_device::LoopDevice;
-use gpunvme_tests::mounted::{Image, Mounted, is_mounted, text};
+use gpunvme_tests::mounted::{Image, Mounted, find_daemon, is_mounted, text};
+use gpunvme_tests::sys::Mapping;
 use gpunvme_tests::{needs_mount, programs, tree};
 use rustix::process::{Signal, WaitOptions};
 
@@ -423,4 +424,31 @@ fn a_user_s_unmount_is_told_as_it_ended() {
     fs::set_permissions(folder.join("fusermount3"), fs::Permissions::from_mode(0o755)).unwrap();
     assert_eq!(unmount(), "exit status: 0: ");
     volume.unmount();
+}
+
+/// A signal to the daemon finds a mount wherever it is now.
+#[test]
+fn a_mount_whose_directory_was_renamed_is_written_down_and_taken_away() {
+    needs_mount!();
+    let image = Image::formatted();
+    let (dir, moved) = (image.path().with_file_name("before/mnt"), image.path().with_file_name("after/mnt"));
+    fs::create_dir_all(&dir).unwrap();
+    let mounted = programs::command("mount.gpunvme").arg(image.path()).arg(&dir).output().unwrap();
+    assert!(mounted.status.success(), "{}", text(&mounted));
+    let daemon = find_daemon(&image.path()).unwrap();
+    fs::rename(dir.parent().unwrap(), moved.parent().unwrap()).unwrap();
+    let file = File::options().read(true).write(true).create_new(true).open(moved.join("file")).unwrap();
+    file.set_len(4 << 20).unwrap();
+    let mapping = Mapping::shared(&file, 4 << 20).unwrap();
+    let data = tree::pattern(6, 4 << 20);
+    mapping.write(0, &data);
+    rustix::process::kill_process(daemon, Signal::TERM).unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while is_mounted(&moved) || find_daemon(&image.path()).is_some() {
+        assert!(Instant::now() < until, "it is there still");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop((mapping, file));
+    let volume = image.mount();
+    assert!(fs::read(volume.path("file")).unwrap() == data);
 }

@@ -258,10 +258,14 @@ impl Attachment {
         self.place().is_some()
     }
 
-    /// Where it is, if it is in place.
+    /// Where it is, if it can be reached: where it was mounted, or where it is now that it was moved,
+    /// or a directory above it renamed.
     fn place(&self) -> Option<Place> {
-        let place = Place::of(&self.dir).ok()?;
-        (self.identity.is_some() && place.identity() == self.identity).then_some(place)
+        let here = |dir: &Path| Place::of(dir).ok().filter(|place| self.identity.is_some() && place.identity() == self.identity);
+        here(&self.dir).or_else(|| {
+            let all = Mount::all().ok()?;
+            all.iter().filter(|mount| mount.dev == self.dev).find_map(|mount| here(&mount.dir))
+        })
     }
 
     /// Unmounts it, if it is in place.
@@ -273,12 +277,18 @@ impl Attachment {
         unmount::release(&place, flags, true).map_err(|error| error.errno())
     }
 
-    /// Writes down what is dirty in shared mappings, if it is in place.
+    /// Writes down what is dirty in shared mappings. The kernel does not wait for all of it (Linux
+    /// 6.16 and later); this does, as long as `patience` lasts and no other requests come.
     ///
     /// # Errors
-    /// Those of syncfs(2).
-    pub fn sync(&self) -> rustix::io::Result<()> {
-        self.place().map_or(Ok(()), |place| rustix::fs::syncfs(place.open()?))
+    /// Those of syncfs(2). [`Errno::INVAL`] if it cannot be reached.
+    pub fn sync(&self, patience: Duration) -> rustix::io::Result<()> {
+        rustix::fs::syncfs(self.place().ok_or(Errno::INVAL)?.open()?)?;
+        let since = Instant::now();
+        while since.elapsed() < patience && self.control.as_ref().is_some_and(|control| control.waiting() > 0) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
     }
 
     /// Ends the connection, wherever it is mounted: its requests and all that is open on it fail

@@ -2,7 +2,7 @@
 //! "Control filesystem").
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{AtFlags, Mode, OFlags, openat, statat};
@@ -40,6 +40,17 @@ impl Control {
     /// If the kernel refuses.
     pub fn abort(&self) -> io::Result<()> {
         (&self.abort).write_all(b"1")
+    }
+
+    /// Requests that the daemon has not answered; 0 where that cannot be told.
+    pub fn waiting(&self) -> u64 {
+        let text = || -> io::Result<String> {
+            let mut text = String::new();
+            File::from(openat(&self.folder, "waiting", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+                .read_to_string(&mut text)?;
+            Ok(text)
+        };
+        text().ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
     }
 
     /// Whether the superblock of the connection is there still, perhaps without a daemon.

@@ -26,6 +26,8 @@ use super::error::MountError;
 
 /// How long a mount in use may stay after a signal before it is cut off.
 const GRACE: Duration = Duration::from_secs(5);
+/// How long what programs have stored in mappings may take to reach the daemon then.
+const WRITE_BACK: Duration = Duration::from_secs(5);
 /// Time between two attempts to unmount.
 const GRACE_POLL: Duration = Duration::from_millis(50);
 
@@ -164,7 +166,7 @@ impl Lifecycle {
         }
         tracing::warn!("{}: still in use: cutting off what is open", mount.dir().display());
         // What is dirty in shared mappings goes to the daemon while it can still be reached.
-        if let Err(error) = mount.sync() {
+        if let Err(error) = mount.sync(WRITE_BACK) {
             tracing::error!("{}: what programs have written may be lost: {error}", mount.dir().display());
         }
         match mount.release(UnmountFlags::DETACH) {
