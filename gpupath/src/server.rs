@@ -84,8 +84,8 @@ impl Server {
         assert!(set.is_ok(), "a server has one mount");
     }
 
-    /// What `find` finds of a thread's process, and the access that the process has to a file by the
-    /// grant that it claims. None where it has no such grant.
+    /// What `find` finds of a thread's process, and the access that the process has to a file by
+    /// the grant that it claims. None where it has no such grant.
     pub(crate) fn granted<T>(&self, claim: Claim, ino: u64, find: impl Fn() -> Option<(T, Identity)>) -> Option<Shown<T>> {
         let (found, process) = if claim.grant != 0 { find()? } else { return None };
         let access = self.grants.check(claim.grant, process, ino)?;
@@ -198,8 +198,8 @@ impl Server {
 
     /// `READ` or `WRITE` by ioctl on the file of an inode, whose caller must not have been
     /// answered: it identifies the descriptor, the buffer, the process and the limits. `file` makes
-    /// the file, open for the access that the caller has shown: here by a grant, else on a thread of
-    /// which the user has a quota.
+    /// the file, open for the access that the caller has shown: here by a grant, else on a thread
+    /// of which the user has a quota.
     pub fn transfer<F: OpenFile>(
         self: &Arc<Self>,
         caller: Caller,

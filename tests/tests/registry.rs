@@ -428,7 +428,7 @@ impl OpenFile for Keeping {
 /// The checks and answers around a transfer.
 #[test]
 fn transfers_are_admitted_and_answered() {
-    let server = Server::new(registry(Limits::default())).unwrap();
+    let server = Arc::new(Server::new(registry(Limits::default())).unwrap());
     let open = std::fs::File::open("/proc/self/exe").unwrap();
     let ino = open.metadata().unwrap().ino();
     server.mounted(open.metadata().unwrap().dev());
@@ -450,14 +450,21 @@ fn transfers_are_admitted_and_answered() {
     let file = Keeping::default();
     let transferred = |(request, claim): &(TransferRequest, Claim), outcome: Option<Outcome>| {
         let (answered, answer) = channel();
-        let transfer = (Direction::Read, request.clone(), *claim);
-        server.transfer(by(me), transfer, ino, |_| file.clone(), move |reply| answered.send(reply).unwrap());
-        let admitted = file.0.lock().unwrap().take();
-        assert_eq!(admitted.is_some(), outcome.is_some());
-        if let (Some(admitted), Some(outcome)) = (admitted, outcome) {
-            admitted.finish(&outcome);
+        let (transfer, opened) = ((Direction::Read, request.clone(), *claim), file.clone());
+        server.transfer(by(me), transfer, ino, |_| opened, move |reply| answered.send(reply).unwrap());
+        // A thread of the user's quota looks at the descriptor.
+        const PATIENCE: Duration = Duration::from_secs(20);
+        if let Some(outcome) = outcome {
+            let since = Instant::now();
+            let admitted = std::iter::from_fn(|| Some(file.0.lock().unwrap().take())).find_map(|admitted| {
+                assert!(since.elapsed() < PATIENCE, "it is not admitted");
+                admitted
+            });
+            admitted.expect("it is looked for until then").finish(&outcome);
         }
-        answer.try_recv().expect("it is answered")
+        let answer = answer.recv_timeout(PATIENCE).expect("it is answered");
+        assert!(file.0.lock().unwrap().is_none(), "it was refused");
+        answer
     };
     let refused = |request: &(TransferRequest, Claim)| {
         let reply = transferred(request, None);

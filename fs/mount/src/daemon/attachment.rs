@@ -258,8 +258,8 @@ impl Attachment {
         self.place().is_some()
     }
 
-    /// Where it is, if it can be reached: where it was mounted, or where it is now that it was moved,
-    /// or a directory above it renamed.
+    /// Where it is, if it can be reached: where it was mounted, or where it is now that it was
+    /// moved, or a directory above it renamed.
     fn place(&self) -> Option<Place> {
         let here = |dir: &Path| Place::of(dir).ok().filter(|place| self.identity.is_some() && place.identity() == self.identity);
         here(&self.dir).or_else(|| {
