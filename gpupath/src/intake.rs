@@ -63,6 +63,11 @@ struct ThreadPool {
     users: FxHashMap<u32, User>,
     /// Users for whom something waits, in the order of their turns.
     turns: VecDeque<u32>,
+    /// The lowest number of idle threads since `since`.
+    least_idle: usize,
+    since: Option<Instant>,
+    /// Threads to end: so many had nothing to do for a while, whichever they were.
+    surplus: usize,
     /// Nothing more will come.
     ending: bool,
 }
@@ -186,7 +191,7 @@ impl Shared {
                 state.ended(user, refused);
                 continue;
             }
-            if state.ending && state.turns.is_empty() {
+            if state.turns.is_empty() && (state.ending || state.is_surplus()) {
                 break;
             }
             state.idle += 1;
@@ -199,6 +204,7 @@ impl Shared {
                 (true, _) => self.work.wait_for(&mut state, IDLE_TIMEOUT).timed_out(),
             };
             state.idle -= 1;
+            state.least_idle = state.least_idle.min(state.idle);
             // The others may be stuck.
             if is_over && state.turns.is_empty() && state.idle > 0 {
                 break;
@@ -235,6 +241,19 @@ impl ThreadPool {
             }
         }
         None
+    }
+
+    /// Whether a thread that has nothing to do ends. Threads take tasks in turns, so that none is
+    /// idle for long where there is a task now and then: what counts is how many were not needed.
+    fn is_surplus(&mut self) -> bool {
+        let since = *self.since.get_or_insert_with(Instant::now);
+        if since.elapsed() > IDLE_TIMEOUT {
+            (self.surplus, self.least_idle, self.since) = (self.least_idle, self.idle, Some(Instant::now()));
+        }
+        // One that is idle stays.
+        let ends = self.surplus > 0 && self.idle > 0;
+        self.surplus -= usize::from(ends);
+        ends
     }
 
     /// Counts that a thread is done with a task of a user. A refused task was no progress.

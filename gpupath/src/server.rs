@@ -51,6 +51,9 @@ impl Reply {
     }
 }
 
+/// What is left to be done, on a thread that may submit to the device.
+pub type Task = Box<dyn FnOnce() + Send>;
+
 /// What was found of a process, the access that it has to a file, and a grant of that.
 pub(crate) type Shown<T> = (T, Access, u64);
 
@@ -198,14 +201,17 @@ impl Server {
 
     /// `READ` or `WRITE` by ioctl on the file of an inode, whose caller must not have been
     /// answered: it identifies the descriptor, the buffer, the process and the limits. `file` makes
-    /// the file, open for the access that the caller has shown: here by a grant, else on a thread
-    /// of which the user has a quota.
+    /// the file, open for the access that the caller has shown: here by a grant, else by a thread
+    /// of which the user has a quota. That submits nothing, for it may be stuck next, and what the
+    /// kernel has for the thread that submitted would be stuck with it: `go_on` runs the rest
+    /// elsewhere.
     pub fn transfer<F: OpenFile>(
         self: &Arc<Self>,
         caller: Caller,
         (direction, request, claim): (Direction, TransferRequest, Claim),
         ino: u64,
         file: impl FnOnce(Access) -> F + Send + 'static,
+        go_on: impl FnOnce(Task) + Send + 'static,
         done: impl FnOnce(Reply) + Send + 'static,
     ) {
         let buffer = request.buffer;
@@ -218,7 +224,7 @@ impl Server {
         self.take_in(caller.user, move |may| {
             let may = may.map_err(|refusal| refusal.reason());
             let shown = may.and_then(|()| server.show(caller.thread, claim, ino, || find(&server)));
-            server.transfer_shown(caller, transfer, shown, file, done);
+            go_on(Box::new(move || server.transfer_shown(caller, transfer, shown, file, done)));
         });
     }
 

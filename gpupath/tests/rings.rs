@@ -238,7 +238,7 @@ fn a_descriptor_is_looked_at_by_threads_of_its_users_quota_and_a_grant_by_any() 
         let claim = Claim { descriptor: shown.as_raw_fd(), grant };
         let answers = answers.clone();
         let done = move |reply| answers.send(reply).unwrap();
-        server.transfer(Caller { user: 1000, ..caller() }, (Direction::Read, request, claim), ino, |_| Done, done);
+        server.transfer(Caller { user: 1000, ..caller() }, (Direction::Read, request, claim), ino, |_| Done, |task| task(), done);
     };
     let granted = |reply: &Reply| answer::<Transfer>(reply).grant;
     let stay = stuck();

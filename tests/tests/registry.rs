@@ -451,7 +451,7 @@ fn transfers_are_admitted_and_answered() {
     let transferred = |(request, claim): &(TransferRequest, Claim), outcome: Option<Outcome>| {
         let (answered, answer) = channel();
         let (transfer, opened) = ((Direction::Read, request.clone(), *claim), file.clone());
-        server.transfer(by(me), transfer, ino, |_| opened, move |reply| answered.send(reply).unwrap());
+        server.transfer(by(me), transfer, ino, |_| opened, |task| task(), move |reply| answered.send(reply).unwrap());
         // A thread of the user's quota looks at the descriptor.
         const PATIENCE: Duration = Duration::from_secs(20);
         if let Some(outcome) = outcome {

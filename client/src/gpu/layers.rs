@@ -341,7 +341,7 @@ impl LayerLoader {
     /// A stream of the application's. One that is captured would have the events in a graph, of
     /// which nobody here knows when it runs, and how often.
     unsafe fn stream(&self, number: usize) -> Result<Stream> {
-        let failed = |error| self.failed(error);
+        let failed = |error| Error::in_stream(&self.shared.path, "load layers", number, error);
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Cuda::load()?.application_stream(number) }.map_err(failed)?;
         if stream.is_captured().map_err(failed)? {

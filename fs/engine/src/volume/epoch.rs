@@ -87,9 +87,14 @@ impl Epochs {
         runs
     }
 
-    /// Whether guards hold back runs that were freed.
-    pub fn hold_back(&self) -> bool {
-        !self.retired.lock().is_empty()
+    /// The epoch of the runs that guards hold back and that were freed last.
+    pub fn newest_held_back(&self) -> Option<u64> {
+        self.retired.lock().back().map(|(epoch, _)| *epoch)
+    }
+
+    /// Whether guards hold back runs of that epoch, or of an earlier one.
+    pub fn hold_back(&self, until: u64) -> bool {
+        self.retired.lock().front().is_some_and(|(epoch, _)| *epoch <= until)
     }
 }
 

@@ -82,6 +82,8 @@ pub(crate) struct Waiter {
     held: Vec<Arc<Block>>,
     /// Where it found no free block, and when.
     waiting: Option<(Waiting, Instant)>,
+    /// The epoch of what had been freed then and was held back, if anything was.
+    held_back: Option<Option<u64>>,
     reuses: u32,
     checkpoints: u32,
 }
@@ -302,8 +304,9 @@ impl Volume {
                 if waiting.wait_for_discard() {
                     return Ok(());
                 }
-                // It ends when the device answers.
-                let is_held_back = self.epochs.hold_back() && since.elapsed() < HELD_BACK_MAX;
+                // By transfers that end when the device answers; not by those that began later.
+                let held_back = *waiter.held_back.get_or_insert_with(|| self.epochs.newest_held_back());
+                let is_held_back = held_back.is_some_and(|until| self.epochs.hold_back(until)) && since.elapsed() < HELD_BACK_MAX;
                 waiter.reuses += u32::from(!is_held_back);
                 if waiter.reuses > REUSES_MAX {
                     return Err(FsError::NoSpace);

@@ -48,7 +48,8 @@ pub(super) fn remount(options: &Options) -> Result<(), MountError> {
     if read_only {
         // The daemon refuses writes that begin from now on; writes that a ring had in flight are
         // over when it answers this, and what it had in memory is on the device.
-        sync(&path).map_err(|error| failed(&error))?;
+        let lost = |error| failed(&format_args!("is read-only now, but not all that was written before is durable: {error}"));
+        sync(&path).map_err(lost)?;
     }
     let kept = info(&path).map(|info| kept(&options.asked, &info)).unwrap_or_default();
     if !kept.is_empty() {

@@ -139,7 +139,9 @@ impl Front {
         };
         let front = self.clone();
         let file = move |access| Opened { front, caller, ino, access };
-        self.direct.server.transfer(caller.of_direct(), transfer, ino, file, done);
+        let general = self.general.clone();
+        let go_on = move |task| general.run_for(caller.owner(), task);
+        self.direct.server.transfer(caller.of_direct(), transfer, ino, file, go_on, done);
     }
 
     fn resolve(self: &Arc<Self>, caller: Caller, ino: u64, request: Resolve, done: impl FnOnce(Reply) + Send + 'static) {

@@ -89,23 +89,24 @@ impl Front {
         let front = self.clone();
         let end = move |front: &Arc<Front>, written: Result<u64, FsError>| {
             let place = *written.as_ref().unwrap_or(&how.offset);
-            let is_refused = written.is_err() && how.cached && !how.mapped;
-            if how.direct {
-                front.answer_direct(owner, ino, place..place + len, written.map(drop), done);
-            } else {
-                done(written.map(drop));
-            }
-            if is_refused {
-                // The kernel has the bytes in its pages: they are no file's, but mappings show
-                // them. It keeps the pages locked until the answer.
-                let range = how.offset..how.offset.saturating_add(len);
-                front.invalidate_later(owner, ino, vec![range]);
-            }
-            if let Some(last) = last.filter(|_| place != how.offset) {
-                // Answered first: until then the kernel may keep a page locked that it has to
-                // forget.
-                front.moved(owner, ino, how.offset..how.offset + len, place..place + len, last);
-            }
+            let after = front.clone();
+            let answer = move |written: Result<(), FsError>| {
+                let is_refused = written.is_err() && how.cached && !how.mapped;
+                done(written);
+                if is_refused {
+                    // The kernel has the bytes in its pages: they are no file's, but mappings show
+                    // them. It keeps the pages locked until the answer.
+                    let range = how.offset..how.offset.saturating_add(len);
+                    after.invalidate_later(owner, ino, vec![range]);
+                }
+                if let Some(last) = last.filter(|_| place != how.offset) {
+                    // Answered first: until then the kernel may keep a page locked that it has to
+                    // forget.
+                    after.moved(owner, ino, how.offset..how.offset + len, place..place + len, last);
+                }
+            };
+            let written = written.map(drop);
+            if how.direct { front.answer_direct(owner, ino, place..place + len, written, answer) } else { answer(written) }
         };
         let done = move |written: Result<u64, FsError>| {
             let range = how.offset..how.offset.saturating_add(len);

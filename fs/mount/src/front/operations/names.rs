@@ -195,14 +195,17 @@ impl Front {
 
     /// Makes the kernel forget its listing of a directory, if this is one: its `..` is another.
     fn forget_listing(self: &Arc<Self>, owner: Owner, dir: u64, name: &[u8]) {
-        let found = self.fs.lookup(dir, name).ok().filter(|found| found.inode.is_dir());
-        let Some(Attributes { ino, .. }) = found else { return };
-        let front = self.clone();
-        self.invalidations.run_for(owner, move || {
-            if let Some(kernel) = front.kernel.get() {
-                kernel.invalidate(ino, 0..PAGE);
-            }
-        });
+        let name = name.to_vec();
+        let forget = move |front: &Arc<Front>, found: Result<Attributes, FsError>| {
+            let Some(Attributes { ino, .. }) = found.ok().filter(|found| found.inode.is_dir()) else { return };
+            let after = front.clone();
+            front.invalidations.run_for(owner, move || {
+                if let Some(kernel) = after.kernel.get() {
+                    kernel.invalidate(ino, 0..PAGE);
+                }
+            });
+        };
+        self.attempt(owner, move |fs| fs.lookup(dir, &name), forget);
     }
 
     /// Notes the inode that lost its last name.
@@ -254,9 +257,9 @@ impl Front {
             Some(size) => {
                 let front = self.clone();
                 let end = move |changed: Result<Attributes, FsError>| {
-                    let may_be_shorter = changed.is_err();
+                    let has_failed = changed.is_err();
                     done(changed);
-                    if may_be_shorter {
+                    if has_failed && front.fs.attributes(ino).is_ok_and(|now| now.inode.size == size) {
                         // The kernel keeps length and pages where it is told of an error.
                         let behind = size..i64::MAX as u64;
                         front.invalidate_later(caller.owner(), ino, vec![behind]);
