@@ -178,12 +178,12 @@ def running(
         arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         listening = [threading.Thread(target=listen, args=(process.stderr,), daemon=True)]
-        if follower is not None:
-            follower.other_end.close()
-            listening.append(threading.Thread(target=follower.listen, daemon=True))
-        for thread in listening:
-            thread.start()
         try:
+            if follower is not None:
+                follower.other_end.close()
+                listening.append(threading.Thread(target=follower.listen, daemon=True))
+            for thread in listening:
+                thread.start()
             yield process
         except BaseException:
             process.terminate()
@@ -193,7 +193,8 @@ def running(
             if follower is not None:
                 follower.has_ended()
             for thread in listening:
-                thread.join()
+                if thread.ident is not None:
+                    thread.join()
     if failed:
         raise failed[0]
     if process.returncode != 0:
