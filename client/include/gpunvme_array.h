@@ -336,7 +336,7 @@ template <class T> class array {
 		return page_of(word) == page && (word & detail::valid) != 0;
 	}
 
-	/* Whether its frame can be another page's: nobody uses it, or waits for it. */
+	/* Whether its frame can be another page's: no thread uses its page, or waits for it. */
 	GPUNVME_FN static bool may_go(u64 word)
 	{
 		u64 stays = (word & detail::valid) != 0 ? detail::users | detail::busy : u64(detail::busy);
@@ -461,8 +461,8 @@ template <class T> class array {
 	}
 
 	/*
-	 * A frame for a page, which is neither there nor on its way; one thread calls it. Who finds the set
-	 * locked comes again: its group may have frames by now that others wait for.
+	 * A frame for a page, which is neither there nor on its way; one thread calls it. It does not wait
+	 * for the set's lock, since its group may hold frames that others wait for: `full` then.
 	 */
 	GPUNVME_OUTLINE GPUNVME_FN detail::reservation reserve(u64 page) const
 	{

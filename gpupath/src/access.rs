@@ -4,10 +4,10 @@
 //!
 //! It guards files against processes that have them open for less. What counts is that the process
 //! has a descriptor of this very file, open for this access: it need not be the one that the ioctl
-//! was called on. No question here is a request to this daemon itself. But a process may put any
-//! other descriptor in the place of the one that it named: the text about one of epoll(7) waits for
-//! whoever is in epoll_wait(2), and what is closed last here may be another's. So only threads look
-//! of which each user has a quota.
+//! was called on. No question here is a request to this daemon itself. But the process may put
+//! another descriptor in the place of the one that it named. The kernel's text about an epoll
+//! descriptor waits for the thread that is in epoll_wait(2), and closing the last reference to a
+//! file may wait for that file's server. So only threads of which each user has a quota look.
 
 use crate::calling_thread::start_of;
 use bitflags::bitflags;

@@ -9,6 +9,7 @@
 //! system gives no other, what comes is still answered.
 
 use crate::quota::quota;
+use crate::surplus::Surplus;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -63,11 +64,7 @@ struct ThreadPool {
     users: FxHashMap<u32, User>,
     /// Users for whom something waits, in the order of their turns.
     turns: VecDeque<u32>,
-    /// The lowest number of idle threads since `since`.
-    least_idle: usize,
-    since: Option<Instant>,
-    /// Threads to end: so many had nothing to do for a while, whichever they were.
-    surplus: usize,
+    surplus: Surplus,
     /// Nothing more will come.
     ending: bool,
 }
@@ -191,7 +188,9 @@ impl Shared {
                 state.ended(user, refused);
                 continue;
             }
-            if state.turns.is_empty() && (state.ending || state.is_surplus()) {
+            let idle = state.idle;
+            // One that is idle stays.
+            if state.turns.is_empty() && (state.ending || state.surplus.ends(idle, IDLE_TIMEOUT, idle > 0)) {
                 break;
             }
             state.idle += 1;
@@ -204,7 +203,8 @@ impl Shared {
                 (true, _) => self.work.wait_for(&mut state, IDLE_TIMEOUT).timed_out(),
             };
             state.idle -= 1;
-            state.least_idle = state.least_idle.min(state.idle);
+            let idle = state.idle;
+            state.surplus.note(idle);
             // The others may be stuck.
             if is_over && state.turns.is_empty() && state.idle > 0 {
                 break;
@@ -241,19 +241,6 @@ impl ThreadPool {
             }
         }
         None
-    }
-
-    /// Whether a thread that has nothing to do ends. Threads take tasks in turns, so that none is
-    /// idle for long where there is a task now and then: what counts is how many were not needed.
-    fn is_surplus(&mut self) -> bool {
-        let since = *self.since.get_or_insert_with(Instant::now);
-        if since.elapsed() > IDLE_TIMEOUT {
-            (self.surplus, self.least_idle, self.since) = (self.least_idle, self.idle, Some(Instant::now()));
-        }
-        // One that is idle stays.
-        let ends = self.surplus > 0 && self.idle > 0;
-        self.surplus -= usize::from(ends);
-        ends
     }
 
     /// Counts that a thread is done with a task of a user. A refused task was no progress.

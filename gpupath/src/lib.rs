@@ -25,4 +25,5 @@ pub mod socket;
 #[allow(unsafe_code)]
 mod socket_peer;
 pub mod stats;
+pub mod surplus;
 pub mod transfer;

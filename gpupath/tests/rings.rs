@@ -216,7 +216,7 @@ fn register(server: &Server) -> u64 {
     answer::<Register>(&server.register(caller(), &Register { fd: memory.as_raw_fd(), len: LEN, ..Register::default() })).buffer
 }
 
-/// Another descriptor may be in its place by then, which makes whoever looks at it wait.
+/// A process can put another descriptor in its place, at which a thread may look for ever.
 #[test]
 fn a_descriptor_is_looked_at_by_threads_of_its_users_quota_and_a_grant_by_any() {
     let (server, _rings) = rings(2, 1);

@@ -56,7 +56,7 @@ class _Waiting:
         for number, result in self.completions.take():
             future = self.remove(loop, number)
             if future is None or future.done():
-                continue  # nobody waits for it: it was cancelled, and the transfer went on
+                continue  # its task was cancelled, and the transfer went on
             if isinstance(result, Transfer):
                 future.set_result(result)
             else:

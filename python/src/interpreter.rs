@@ -9,8 +9,9 @@ pub fn release<T: Send>(held: T) {
     Python::attach(|py| py.detach(|| drop(held)));
 }
 
-/// A part in what is shared: if it is the last one, it goes as by [`release`]. Whoever has one with
-/// the interpreter may come to have the last, because another thread closes what it was taken from.
+/// A part in what is shared: if it is the last one, it goes as by [`release`]. A call
+/// that has the interpreter may come to hold the last, because another thread closes what it was
+/// taken from.
 pub struct Held<T: Send + Sync>(Option<Arc<T>>);
 
 impl<T: Send + Sync> Held<T> {

@@ -84,8 +84,8 @@ impl Rank {
                 store.copy(&held(name), name).await?;
             }
             store.put_json(SET_MANIFEST, &manifest).await?;
-            // Who begins again withdraws its part first and removes the manifest then, which may
-            // have been before this one came.
+            // A rank that begins again withdraws its part first, and then removes the manifest: it
+            // may have done so before this one was put.
             if self.parts(store).await? == parts {
                 return Ok(parts.len());
             }

@@ -199,7 +199,7 @@ impl BlockDevice for StripeDevice {
 
     fn map(&self, region: &Arc<Region>) -> Result<()> {
         if region.is_private() {
-            // Members that join do without a mapping of it, and nobody waits for them.
+            // A member that joins needs no mapping of it, so this does not wait for that.
             return map_for(&self.members(), region);
         }
         let _joining = self.joining.read_recursive();

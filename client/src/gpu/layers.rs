@@ -338,8 +338,8 @@ impl LayerLoader {
         Ok(())
     }
 
-    /// A stream of the application's. One that is captured would have the events in a graph, of
-    /// which nobody here knows when it runs, and how often.
+    /// A stream of the application's, which is not captured: the events would be in a graph then,
+    /// which runs at any time, and any number of times.
     unsafe fn stream(&self, number: usize) -> Result<Stream> {
         let failed = |error| Error::in_stream(&self.shared.path, "load layers", number, error);
         // SAFETY: the caller vouches for the stream.

@@ -1,4 +1,4 @@
-//! Kernels that use arrays over files, on a GPU: the checks of `tests/tests/kernels.rs` where they
+//! Kernels that use arrays over files, on a GPU: the checks of `tests/tests/kernels/` where they
 //! are meant for, and the kernels for programs without a compiler. The kernels are in
 //! `tests/kernels` and `client/kernels`.
 

@@ -1,4 +1,4 @@
-//! Kernels that read and write files themselves, on a GPU: the checks of `tests/tests/kernels.rs`
+//! Kernels that read and write files themselves, on a GPU: the checks of `tests/tests/kernels/`
 //! where they are meant for. The kernels are in `tests/kernels`.
 
 use super::application::{Memory, Pinned, allocated, ok};

@@ -1,5 +1,5 @@
 /*
- * The kernels of docs/guide/kernels.md, as tests/tests/kernels.rs takes them out of it, with a
+ * The kernels of docs/guide/kernels.md, as tests/tests/kernels takes them out of it, with a
  * processor in place of the GPU: a block is one thread, which plays one thread of it after the
  * other.
  *

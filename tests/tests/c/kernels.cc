@@ -1,6 +1,6 @@
 /*
  * Kernels on the CPU: gpunvme_device.h as the kernels of a GPU use it, with threads of this process
- * in their place (tests/tests/kernels.rs).
+ * in their place (tests/tests/kernels).
  *
  *     kernels SCENARIO MOUNT FILE     each function below that takes a `Site`
  *

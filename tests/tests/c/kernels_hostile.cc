@@ -1,6 +1,6 @@
 /*
  * Kernels on the CPU with a daemon that answers anything: a ring in the memory of this process, and
- * no mount (tests/tests/kernels.rs).
+ * no mount (tests/tests/kernels).
  *
  *     kernels_hostile SCENARIO
  *

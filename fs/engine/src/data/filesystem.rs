@@ -429,7 +429,8 @@ impl Filesystem {
     /// durable.
     ///
     /// # Errors
-    /// Also the one that lost data of any file since the last call, whoever was told of that.
+    /// Also the one by which data of any file was lost since the last call, even if another caller
+    /// has learned of it.
     pub fn sync_all(self: &Arc<Self>) -> Result<(), FsError> {
         let flushed = self.flush_all();
         let committed = self.volume.commit();

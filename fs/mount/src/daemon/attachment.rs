@@ -253,7 +253,7 @@ impl Attachment {
         self.dev
     }
 
-    /// Whether the directory is this mount, and not what lies below it or was mounted over it.
+    /// Whether it can be reached, and nothing was mounted over it.
     pub fn is_in_place(&self) -> bool {
         self.place().is_some()
     }
@@ -268,10 +268,10 @@ impl Attachment {
         })
     }
 
-    /// Unmounts it, if it is in place.
+    /// Unmounts it.
     ///
     /// # Errors
-    /// [`Errno::BUSY`] while it is in use. [`Errno::INVAL`] if it is not in place.
+    /// [`Errno::BUSY`] while it is in use. [`Errno::INVAL`] if it cannot be reached.
     pub fn release(&self, flags: UnmountFlags) -> rustix::io::Result<()> {
         let place = self.place().ok_or(Errno::INVAL)?;
         unmount::release(&place, flags, true).map_err(|error| error.errno())

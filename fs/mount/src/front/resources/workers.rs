@@ -19,7 +19,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use rustc_hash::FxHashMap;
@@ -28,6 +28,7 @@ use super::turns::{Owner, Turns};
 use crate::front::messages;
 use gpunvme_engine::data::Spawn;
 use gpunvme_gpupath::quota::quota;
+use gpunvme_gpupath::surplus::Surplus;
 
 /// How long threads that have nothing to do stay.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -59,11 +60,7 @@ struct ThreadPool {
     /// Tasks that are being done, where there are quotas, and of whom.
     busy: usize,
     busy_of: FxHashMap<u32, usize>,
-    /// The lowest number of idle threads since `since`.
-    least_idle: usize,
-    since: Option<Instant>,
-    /// Threads to end: so many had nothing to do for a while, whichever they were.
-    surplus: usize,
+    surplus: Surplus,
     ending: bool,
 }
 
@@ -179,13 +176,15 @@ impl Shared {
             if state.ending {
                 break;
             }
-            if state.is_surplus() {
+            let (idle, may_lose) = (state.idle, state.threads > 1);
+            if state.surplus.ends(idle, IDLE_TIMEOUT, may_lose) {
                 break;
             }
             state.idle += 1;
             self.work.wait_for(&mut state, IDLE_TIMEOUT);
             state.idle -= 1;
-            state.least_idle = state.least_idle.min(state.idle);
+            let idle = state.idle;
+            state.surplus.note(idle);
         }
         state.threads -= 1;
         self.left.notify_all();
@@ -219,24 +218,13 @@ impl ThreadPool {
             self.busy_of.remove(&user);
         }
     }
-
-    /// Whether a thread that has nothing to do ends. Threads take tasks in turns, so that none is
-    /// idle for long where there is a task now and then: what counts is how many were not needed.
-    fn is_surplus(&mut self) -> bool {
-        let since = *self.since.get_or_insert_with(Instant::now);
-        if since.elapsed() > IDLE_TIMEOUT {
-            (self.surplus, self.least_idle, self.since) = (self.least_idle, self.idle, Some(Instant::now()));
-        }
-        let ends = self.surplus > 0 && self.threads > 1;
-        self.surplus -= usize::from(ends);
-        ends
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
+    use std::time::Instant;
 
     use super::*;
 
